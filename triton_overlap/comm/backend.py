@@ -1,0 +1,121 @@
+"""The protocol of a backend: everything the rest of the library asks of the memory it runs on.
+
+A new backend is one class with these members. Backends know this page and the standard library, never
+each other, and never a kernel.
+
+What a backend promises
+    * ``symmetric_empty`` is collective: every rank calls it in the same order with the same size, and gets
+      zero-filled memory whose every copy all ranks' kernels can load, store and use atomics on, until ``free``.
+    * A store followed by a release at system scope to symmetric memory is seen by an acquire at system scope of
+      that value on any rank.
+    * ``copies`` run in the order they were pushed, each flag becomes visible after its own bytes, they need no
+      program of any kernel to be resident or to finish, and they start after everything that the calling stream
+      held at ``begin``.
+
+What it does not promise
+    * A barrier synchronises hosts. It makes nothing visible that was not released.
+    * Symmetric memory is never unmapped under a peer that still writes: callers agree on ``free`` beforehand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class SymmetricMemory:
+    """One symmetric allocation, as one rank sees it.
+
+    Attributes:
+        local: this rank's copy, uint8 ``[num_bytes]`` on the backend's device.
+        table: int64 ``[world_size]`` on the backend's device; entry r is the address, valid in this rank's kernels,
+            of rank r's copy.
+        handle: the backend's own, for instance what keeps a mapping alive.
+    """
+
+    local: torch.Tensor
+    table: torch.Tensor
+    handle: Any = None
+
+
+@runtime_checkable
+class CopyStream(Protocol):
+    """Transfers beside the kernels: the copy engine of a GPU, a task in the simulator, a plain copy over shared memory."""
+
+    def begin(self) -> None:
+        """Later pushes start after everything that the caller's current stream holds now."""
+
+    def push(
+        self,
+        memory: SymmetricMemory,
+        peer: int,
+        byte_offset: int,
+        source: torch.Tensor,
+        flag_byte_offset: int,
+        flag_value: int,
+    ) -> None:
+        """Copy contiguous ``source`` to ``peer``'s copy of ``memory`` at ``byte_offset``, then release the int32
+        ``flag_value`` to ``peer``'s copy at ``flag_byte_offset``."""
+
+    def end(self) -> None:
+        """Whatever the caller's current stream gets next starts after all pushes; ``source`` may be freed then."""
+
+
+class Backend(Protocol):
+    """See the module's page.
+
+    Attributes:
+        name: ``"cuda"``, ``"shm"`` or ``"sim"``.
+        rank: this rank, ``0 <= rank < world_size``.
+        world_size: the number of ranks.
+        device: where kernels run and symmetric memory lives.
+        interpreted: True where kernels run under Triton's interpreter.
+        num_programs: programs of a persistent grid: the multiprocessors of a GPU, 1 or more where interpreted.
+        clock_address: address of an int64 word of nanoseconds that ticks by itself (wall time) or when nothing else
+            can move (virtual time); 0 where kernels read the hardware timer.
+        copies: transfers beside the kernels, or None where there are none.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    device: torch.device
+    interpreted: bool
+    num_programs: int
+    clock_address: int
+    copies: CopyStream | None
+
+    def barrier(self, timeout_s: float) -> None:
+        """Return once every rank has called it. ``CommTimeoutError`` names the missing ranks."""
+
+    def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
+        """Every rank's ``value`` (picklable), in rank order. ``CommTimeoutError`` names the missing ranks."""
+
+    def symmetric_empty(self, num_bytes: int, timeout_s: float) -> SymmetricMemory:
+        """Collective; zero-filled; aligned to at least 1024 bytes. Ranks that ask for different sizes all get a
+        ``ValueError`` that lists the sizes."""
+
+    def free(self, memory: SymmetricMemory) -> None:
+        """Local; the caller has made sure that no peer still writes to it."""
+
+    def local_zeros(self, num_bytes: int) -> torch.Tensor:
+        """uint8 ``[num_bytes]`` on the device, that kernels of this rank reach by address (not as an argument)."""
+
+    def host_words(self, count: int) -> torch.Tensor:
+        """int64 ``[count]`` zeros in host memory that kernels write by address and the host reads without a
+        synchronisation (pinned memory on GPUs)."""
+
+    def record_event(self) -> Any:
+        """An event after everything that the current stream holds now."""
+
+    def wait_event(self, event: Any) -> None:
+        """What the current stream gets next starts after ``event``."""
+
+    def synchronize(self) -> None:
+        """Return once everything this rank launched has finished."""
+
+    def close(self) -> None:
+        """Local; release what the backend itself holds. No call is legal afterwards."""

@@ -1,0 +1,136 @@
+"""Where everything in a buffer lies: one object gives sizes and offsets to the host and, as a table, to kernels.
+
+A user buffer of capacity ``[max_tokens, hidden]`` is one symmetric allocation:
+
+    region     type and shape                          written by            meaning
+    headers    int64 [2, world_size, 4]                every peer            opening header of a call, by slot and source
+    aborts     int64 [world_size, 8]                   every peer            a failure that a peer reports
+    flags      int32 [2, world_size, flags_per_source] every peer            epoch of the data a flag announces
+    data       dtype [2, max_tokens, hidden]           every peer            the two slots
+
+Slot ``epoch % 2`` serves the call with that epoch. Flags and headers have slots of their own for the same reason that
+data has (comm/README.md).
+
+Kernels get one pointer, to the int64 table described by :class:`TableWord`: this rank's numbers, the offsets above and
+the base address of every rank's copy. This module is plain Python.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+#: Bytes to which every region is aligned; a TMA descriptor's base needs 16, a cache line 128.
+ALIGNMENT = 1024
+#: The smallest tile, in rows and in columns, that may have a flag of its own.
+FLAG_TILE = 16
+#: int64 words of a header: token count, N, K, operation code; the epoch is the upper half of each.
+HEADER_WORDS = 4
+#: int64 words of an abort message and of a failure record.
+RECORD_WORDS = 8
+#: int32 words of the local state that a call's programs share.
+STATE_WORDS = 16
+
+
+class TableWord(IntEnum):
+    """Index into the int64 table that kernels get."""
+
+    RANK = 0
+    WORLD_SIZE = 1
+    HEADERS = 2  # byte offset in the symmetric allocation
+    ABORTS = 3  # byte offset
+    FLAGS = 4  # byte offset
+    DATA = 5  # byte offset
+    SLOT_BYTES = 6
+    FLAGS_PER_SOURCE = 7
+    STATE = 8  # address of int32[STATE_WORDS], this device only
+    STAGING = 9  # address of dtype[max_tokens, hidden], this device only
+    STAGED = 10  # address of int32[world_size, flags_per_source], this device only
+    RECORD = 11  # address of int64[RECORD_WORDS] in host memory
+    CLOCK = 12  # address of an int64 word of nanoseconds, or 0 for the hardware timer
+    TIMEOUT_NS = 13
+    PEERS = 16  # address of rank 0's copy; rank r's is word PEERS + r
+
+
+class StateWord(IntEnum):
+    """Index into the int32 words that the programs of a call share on one device."""
+
+    TASK = 0  # next task to hand out; back to 0 when the call ends
+    DONE = 1  # programs that have finished; back to 0 when the call ends
+    FAILED = 2  # 0, or 1 from the first failure until the group recovers
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """Sizes and byte offsets of a user buffer.
+
+    Args:
+        world_size: ranks of the group.
+        max_tokens: capacity in rows, a positive multiple of ``world_size``.
+        hidden: columns.
+        itemsize: bytes of an element.
+
+    Numeric example: world_size 2, max_tokens 64, hidden 32, itemsize 2 gives 128 bytes of headers in one region of 1024,
+    ``flags_per_source`` 2 * 2 = 4, slots of 4096 bytes, and ``num_bytes`` 3 * 1024 + 2 * 4096 = 11264.
+    """
+
+    world_size: int
+    max_tokens: int
+    hidden: int
+    itemsize: int
+
+    @property
+    def flags_per_source(self) -> int:
+        """Flags a source can set in one slot: one for each FLAG_TILE x FLAG_TILE tile of its largest chunk."""
+        chunk = self.max_tokens // self.world_size
+        return -(-chunk // FLAG_TILE) * -(-self.hidden // FLAG_TILE)
+
+    @property
+    def slot_bytes(self) -> int:
+        return _aligned(self.max_tokens * self.hidden * self.itemsize)
+
+    @property
+    def headers(self) -> int:
+        return 0
+
+    @property
+    def aborts(self) -> int:
+        return self.headers + _aligned(2 * self.world_size * HEADER_WORDS * 8)
+
+    @property
+    def flags(self) -> int:
+        return self.aborts + _aligned(self.world_size * RECORD_WORDS * 8)
+
+    @property
+    def data(self) -> int:
+        return self.flags + _aligned(2 * self.world_size * self.flags_per_source * 4)
+
+    @property
+    def num_bytes(self) -> int:
+        """Symmetric bytes a rank registers."""
+        return self.data + 2 * self.slot_bytes
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of local device memory beside the symmetric ones: staging, staged flags, state."""
+        return self.staging_bytes + self.staged_bytes + _aligned(STATE_WORDS * 4)
+
+    @property
+    def staging_bytes(self) -> int:
+        return self.slot_bytes
+
+    @property
+    def staged_bytes(self) -> int:
+        return _aligned(self.world_size * self.flags_per_source * 4)
+
+    def flag_offset(self, slot: int, source: int, index: int) -> int:
+        """Byte offset of flag ``index`` of ``source`` in ``slot``."""
+        return self.flags + 4 * ((slot * self.world_size + source) * self.flags_per_source + index)
+
+    def data_offset(self, slot: int, row: int) -> int:
+        """Byte offset of ``row`` in ``slot``."""
+        return self.data + slot * self.slot_bytes + row * self.hidden * self.itemsize
