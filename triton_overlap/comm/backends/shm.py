@@ -1,0 +1,311 @@
+"""The ``shm`` backend: one process a rank on one host, POSIX shared memory, kernels under Triton's interpreter.
+
+Real concurrency without a GPU. A rank's launch runs its programs one after another, so ``num_programs`` is 1, and
+whatever was launched has finished when the launch returns, so streams and events have nothing to do.
+
+Life of a segment: every rank creates a file of its own in ``/dev/shm`` with all its space reserved (a full file system
+is then an error here, and not a SIGBUS at the first store), maps everybody's, and removes the name of its own once
+everybody has. From then on the kernel frees the memory with the last mapping, however the processes end. Only a process
+killed between creation and the next meeting leaves a name behind, and its peers remove that when they give up on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from triton_overlap.comm.backend import SymmetricMemory
+from triton_overlap.comm.bootstrap import Bootstrap
+from triton_overlap.errors import BackendError, ClosedError, CommError
+
+_DIRECTORY = "/dev/shm"
+#: Seconds between two ticks of the clock word. Kernels measure timeouts of a second and more with it.
+_TICK_S = 0.002
+#: Tells two ranks in one process from two processes.
+_PROCESS = uuid.uuid4().hex
+
+
+@triton.jit
+def _release_kernel(flag_ptr: Any, value: Any) -> None:
+    """Store int32 ``value`` at ``flag_ptr``, after everything this process stored before."""
+    tl.atomic_xchg(flag_ptr, value, sem="release", scope="sys")
+
+
+class _Clock:
+    """An int64 word that holds ``time.monotonic_ns()``, kept up to date by a daemon thread while anybody needs it.
+
+    A kernel under the interpreter cannot read a timer; it reads this word. One thread serves all backends of a process.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._word = ctypes.c_int64(0)
+        self._stop = threading.Event()
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._word)
+
+    def start(self) -> None:
+        """Count one more user; with the first, start ticking."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._word.value = time.monotonic_ns()
+                self._stop = threading.Event()
+                threading.Thread(
+                    target=self._tick, args=(self._stop,), name="triton_overlap clock", daemon=True
+                ).start()
+
+    def stop(self) -> None:
+        """Count one user less; with the last, stop ticking."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._stop.set()
+
+    def _tick(self, stop: threading.Event) -> None:
+        while not stop.wait(_TICK_S):
+            self._word.value = time.monotonic_ns()
+
+
+_clock = _Clock()
+
+
+@dataclass(eq=False)
+class _Segments:
+    """Every rank's copy of one symmetric allocation, mapped here; each tensor keeps its mapping alive."""
+
+    copies: list[torch.Tensor] = field(default_factory=list)
+
+
+class _Copies:
+    """Transfers beside the kernels: a plain copy and a flag, finished when ``push`` returns."""
+
+    def begin(self) -> None:
+        """Nothing to order: whatever was launched has finished."""
+
+    def push(
+        self,
+        memory: SymmetricMemory,
+        peer: int,
+        byte_offset: int,
+        source: torch.Tensor,
+        flag_byte_offset: int,
+        flag_value: int,
+    ) -> None:
+        if not source.is_contiguous():
+            raise ValueError(
+                f"a pushed tensor must be contiguous, got shape {list(source.shape)}, stride {source.stride()}"
+            )
+        target = memory.handle.copies[peer]
+        data = source.detach().reshape(-1).view(torch.uint8)
+        target[byte_offset : byte_offset + data.numel()].copy_(data)
+        # A release by an atomic, since nothing else here promises to keep the order of the copy and the flag: neither
+        # torch nor Python does, and not every CPU.
+        _release_kernel[(1,)](target[flag_byte_offset : flag_byte_offset + 4].view(torch.int32), flag_value)
+
+    def end(self) -> None:
+        """Nothing to wait for."""
+
+
+class ShmBackend:
+    """See :class:`triton_overlap.comm.backend.Backend` and the module's page. Collective.
+
+    Args:
+        bootstrap: how the ranks meet.
+        timeout_s: how long construction waits for the other ranks, in seconds.
+
+    Raises:
+        BackendError: on every rank, where kernels of any rank are not interpreted, or ranks do not share one
+            ``/dev/shm``, or two ranks are one process.
+        CommTimeoutError: ranks that did not come.
+    """
+
+    name = "shm"
+    interpreted = True
+    num_programs = 1
+
+    def __init__(self, bootstrap: Bootstrap, timeout_s: float) -> None:
+        self.rank = bootstrap.rank
+        self.world_size = bootstrap.world_size
+        self.device = torch.device("cpu")
+        self.copies = _Copies()
+        self._bootstrap = bootstrap
+        self._closed = False
+        self._serial = 0
+        entries = bootstrap.all_gather_object(_facts(), timeout_s)
+        problem = _problem(entries)
+        if problem is not None:
+            raise BackendError(f"the shm backend cannot run here: {problem}")
+        # Rank 0's token names this group's segments.
+        self._token: str = entries[0]["token"]
+        _clock.start()
+        self.clock_address = _clock.address
+
+    def barrier(self, timeout_s: float) -> None:
+        self._check_open()
+        self._bootstrap.barrier(timeout_s)
+
+    def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
+        self._check_open()
+        return self._bootstrap.all_gather_object(value, timeout_s)
+
+    def symmetric_empty(self, num_bytes: int, timeout_s: float) -> SymmetricMemory:
+        """See the protocol. ``BackendError`` on every rank where one rank's ``/dev/shm`` has no room."""
+        self._check_open()
+        if num_bytes <= 0:
+            raise ValueError(f"a symmetric allocation needs at least one byte, got {num_bytes}")
+        serial, self._serial = self._serial, self._serial + 1
+        paths = [
+            os.path.join(_DIRECTORY, f"triton_overlap-{self._token}-{serial}-{rank}") for rank in range(self.world_size)
+        ]
+        try:
+            # Every rank goes to both meetings whatever happened to it, so that all get the same error.
+            error = _create(paths[self.rank], num_bytes)
+            created = self._bootstrap.all_gather_object((num_bytes, error), timeout_s)
+            sizes = [size for size, _ in created]
+            if len(set(sizes)) != 1:
+                raise ValueError(
+                    f"ranks ask for different sizes of one symmetric allocation, in bytes by rank: {sizes}"
+                )
+            _raise_first([error for _, error in created])
+            segments = _Segments()
+            error = _map(paths, num_bytes, segments)
+            _raise_first(self._bootstrap.all_gather_object(error, timeout_s))
+        except CommError:
+            # Somebody is missing, perhaps for good: its name goes too.
+            for path in paths:
+                _unlink(path)
+            raise
+        finally:
+            _unlink(paths[self.rank])
+        table = torch.tensor([copy.data_ptr() for copy in segments.copies], dtype=torch.int64)
+        return SymmetricMemory(segments.copies[self.rank], table, segments)
+
+    def free(self, memory: SymmetricMemory) -> None:
+        # The mappings of peers' copies go now; the own one goes with the last tensor that views it.
+        memory.handle.copies.clear()
+
+    def local_zeros(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def host_words(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int64)
+
+    def record_event(self) -> None:
+        """None: whatever was launched has finished."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            _clock.stop()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this shm backend is closed")
+
+
+def _facts() -> dict[str, Any]:
+    """What this rank's peers must know to decide, all alike, whether the backend can run."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            host = file.read().strip()
+        # Two containers on one host have the same boot id, but each its own file system here.
+        mount = os.stat(_DIRECTORY).st_dev
+        error = None
+    except OSError as failure:
+        host, mount, error = "", 0, str(failure)
+    return {
+        "host": host,
+        "mount": mount,
+        "error": error,
+        "hostname": os.uname().nodename,
+        "process": _PROCESS,
+        # tl.cdiv stands for Triton's own device functions, which are decorated when triton itself is imported.
+        "interpreted": not isinstance(_release_kernel, JITFunction) and not isinstance(tl.cdiv, JITFunction),
+        "token": uuid.uuid4().hex[:16],
+    }
+
+
+def _problem(entries: list[dict[str, Any]]) -> str | None:
+    """Why ranks with these facts cannot use the backend, with a remedy; None if they can."""
+    for rank, entry in enumerate(entries):
+        if not entry["interpreted"]:
+            return (
+                f"on rank {rank} kernels were decorated for a GPU; set TRITON_INTERPRET=1 in the environment before "
+                f"triton or triton_overlap is imported"
+            )
+        if entry["error"]:
+            return f"on rank {rank} there is no usable {_DIRECTORY} ({entry['error']}); mount a tmpfs there"
+        if (entry["host"], entry["mount"]) != (entries[0]["host"], entries[0]["mount"]):
+            return (
+                f"ranks 0 and {rank} do not share one {_DIRECTORY} (hosts {entries[0]['hostname']} and "
+                f"{entry['hostname']}); start all ranks of the group on one host, in one container"
+            )
+        for other in range(rank):
+            if entry["process"] == entries[other]["process"]:
+                return f"ranks {other} and {rank} are one process; start one process a rank, or use the simulator"
+    return None
+
+
+def _create(path: str, num_bytes: int) -> str | None:
+    """Create the file with all its bytes reserved and zero. Returns what went wrong, or None."""
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            # Memory that is only promised (ftruncate) would kill the process at the store that finds none left.
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        finally:
+            os.close(descriptor)
+    except OSError as failure:
+        return f"cannot reserve {num_bytes} bytes in {_DIRECTORY} ({failure.strerror}); make it larger or ask for less"
+    return None
+
+
+def _map(paths: list[str], num_bytes: int, segments: _Segments) -> str | None:
+    """Map every rank's file into ``segments``. Returns what went wrong, or None."""
+    try:
+        for path in paths:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                mapping = mmap.mmap(descriptor, num_bytes)
+            finally:
+                os.close(descriptor)
+            # The tensor's storage holds the mapping, which is undone when the last view is gone. It is never closed
+            # by hand: torch would not notice, and a store through a view left over would end the process.
+            segments.copies.append(torch.frombuffer(mapping, dtype=torch.uint8))
+    except OSError as failure:
+        segments.copies.clear()
+        return f"cannot map {num_bytes} bytes of shared memory ({failure.strerror})"
+    return None
+
+
+def _raise_first(errors: list[str | None]) -> None:
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise BackendError(f"symmetric allocation failed on rank {rank}: {error}")
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)

@@ -1,0 +1,142 @@
+"""Collectives between hosts: how the ranks of a group meet, exchange addresses and agree on sizes.
+
+Everything goes through the store of a ``torch.distributed`` process group, so it works for gloo and nccl groups and for
+any subgroup of the world, contiguous or not, and a missing rank can be named, which no collective of torch does for all
+its backends. A round trip takes about a millisecond: this is for construction, allocation and recovery, not for steps.
+
+Protocol. Collective ``n`` of a bootstrap writes one key a rank, ``<instance>/<n>/<rank>``, and is complete on a rank
+that has seen every rank's key. A rank writes its key of ``n`` only after it has left ``n - 1``, be it complete or
+expired. So a rank that completes ``n`` knows that nobody will read a key of an earlier collective again, and deletes
+its own: the store holds at most two keys a rank, plus those of collectives that expired and were not followed by a
+complete one.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from typing import Any, Protocol, cast
+
+import torch.distributed as dist
+
+from triton_overlap.errors import BackendError, CommError, CommMismatchError, CommTimeoutError
+
+#: The longest sleep between two looks at the store, in seconds. Waits begin with far shorter ones.
+_LONGEST_SLEEP_S = 0.01
+
+
+class Bootstrap(Protocol):
+    """What a backend needs to meet its peers.
+
+    Attributes:
+        rank: this rank within the group, ``0 <= rank < world_size``.
+        world_size: the number of ranks.
+    """
+
+    rank: int
+    world_size: int
+
+    def barrier(self, timeout_s: float) -> None:
+        """Return once every rank has called it.
+
+        Raises:
+            CommTimeoutError: after ``timeout_s`` seconds; names exactly the ranks that did not come.
+            CommMismatchError: ranks called different collectives.
+        """
+
+    def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
+        """Every rank's ``value`` (picklable), in rank order. Raises as :meth:`barrier` does."""
+
+
+class LocalBootstrap:
+    """A group of one rank, without ``torch.distributed``."""
+
+    rank = 0
+    world_size = 1
+
+    def barrier(self, timeout_s: float) -> None:
+        """Return at once."""
+
+    def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
+        """A list of one: a copy of ``value`` by way of pickle, as with more ranks."""
+        return [pickle.loads(pickle.dumps(value))]
+
+
+class StoreBootstrap:
+    """A group over the store of a ``torch.distributed`` process group.
+
+    Every rank of the process group constructs it, and then calls the same collectives in the same order. A rank that
+    is late for a collective which has expired elsewhere may still complete it: its peers' keys are still there.
+
+    Args:
+        process_group: the group; ranks here are ranks within it.
+
+    Raises:
+        BackendError: this process is no member of the group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise BackendError(
+                f"expected a torch.distributed ProcessGroup of which this process is a member, got {process_group!r}"
+            )
+        self.rank: int = process_group.rank()
+        self.world_size: int = process_group.size()
+        self._store = process_group.get_group_store()
+        # Several bootstraps may live on one store, one after the other or side by side. Each rank counts its own in the
+        # store itself, so that the count lives exactly as long as the keys it tells apart.
+        instance = self._store.add(f"triton_overlap/instances/{self.rank}", 1)
+        self._prefix = f"triton_overlap/{instance}"
+        self._sequence = 0
+        self._own_keys: list[str] = []
+
+    def barrier(self, timeout_s: float) -> None:
+        self._exchange("barrier", None, timeout_s)
+
+    def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
+        return self._exchange("all_gather_object", value, timeout_s)
+
+    def _exchange(self, kind: str, value: Any, timeout_s: float) -> list[Any]:
+        payload = pickle.dumps((kind, value))
+        sequence = self._sequence
+        keys = [f"{self._prefix}/{sequence}/{rank}" for rank in range(self.world_size)]
+        # The number is used up even if the collective expires, or the next call here would meet this one elsewhere.
+        self._sequence += 1
+        try:
+            self._store.set(keys[self.rank], cast(str, payload))  # declared for str, takes bytes
+            self._own_keys.append(keys[self.rank])
+            self._wait(kind, sequence, keys, timeout_s)
+            payloads = self._store.multi_get(keys)
+            # See the module's page: completing this collective proves that nobody reads the earlier ones again.
+            for key in self._own_keys[:-1]:
+                self._store.delete_key(key)
+        except dist.DistError as error:
+            raise CommError(
+                f"{kind} number {sequence} failed on rank {self.rank}: the store of the process group does not answer "
+                f"({error}); the process that serves it has probably ended"
+            ) from error
+        del self._own_keys[:-1]
+        entries = [pickle.loads(entry) for entry in payloads]
+        kinds = [entry[0] for entry in entries]
+        if len(set(kinds)) != 1:
+            raise CommMismatchError(
+                f"collective number {sequence}: ranks called different ones, in rank order: {', '.join(kinds)}"
+            )
+        return [entry[1] for entry in entries]
+
+    def _wait(self, kind: str, sequence: int, keys: list[str], timeout_s: float) -> None:
+        # Short looks rather than one long store.wait: a blocked wait holds the store's connection, which the process
+        # group's own threads may need.
+        deadline = time.monotonic() + timeout_s
+        sleep_s = 0.0001
+        while not self._store.check(keys):
+            if time.monotonic() >= deadline:
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                if not missing:  # the last one came between the two looks
+                    return
+                raise CommTimeoutError(
+                    f"{kind} number {sequence}: rank {self.rank} of {self.world_size} waited {timeout_s:g} s "
+                    f"for rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+                )
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
