@@ -1,0 +1,284 @@
+"""Rank processes for tests: ``run_ranks(world_size, fn, *args)`` calls ``fn(*args)`` once in each of them.
+
+The processes of one world size and device are started once and reused by every test, since importing torch takes longer
+than most tests. Each call gets a process group of its own as the default group of ``torch.distributed``, so that a test
+which leaves ranks out of step does not disturb the next one. After a failure, a hang or a death the processes are
+replaced.
+
+``fn`` must be importable: a function at the top level of a test module. What it returns must be picklable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # what torch.distributed re-exports, typed
+
+_ROOT = Path(__file__).resolve().parent.parent
+#: How long a whole call may take, in seconds.
+DEFAULT_TIMEOUT_S = 120.0
+#: How long the other ranks may still run after one has failed, in seconds: it may be all they wait for.
+_GRACE_S = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+class RankError(AssertionError):
+    """Ranks failed; the message holds every rank's traceback and output."""
+
+
+def run_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    device: str = "cpu",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    killed: Sequence[int] = (),
+) -> list[Any]:
+    """Call ``fn(*args)`` on every rank and return the results in rank order.
+
+    Args:
+        world_size: number of processes.
+        fn: a top-level function of an importable module.
+        device: ``"cpu"``: kernels are interpreted and the default group is gloo. ``"cuda"``: rank r uses device
+            ``r % device_count``; the default group is nccl and gloo where every rank has its own device, else gloo.
+        timeout_s: for the whole call, in seconds.
+        killed: ranks that ``fn`` kills; their results are None.
+
+    Raises:
+        RankError: a rank raised, died, or did not finish in time; then with every rank's Python stack.
+    """
+    key = (world_size, device)
+    pool = _pools.get(key)
+    if pool is None or not pool.sound:
+        pool = _pools[key] = _Pool(world_size, device)
+    return pool.run(fn, args, timeout_s, frozenset(killed))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """``run_ranks`` with the world size and the device fixed."""
+
+    world_size: int
+    device: str = "cpu"
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S, killed: Sequence[int] = ()
+    ) -> list[Any]:
+        return run_ranks(self.world_size, fn, *args, device=self.device, timeout_s=timeout_s, killed=killed)
+
+
+def close_pools() -> None:
+    """End all rank processes."""
+    for pool in _pools.values():
+        pool.close()
+    _pools.clear()
+
+
+def fill_uninitialized_memory() -> None:
+    """Make torch fill what ``torch.empty`` and its kin return with NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+@dataclass
+class _Rank:
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    output: Path
+    printed: int = 0
+
+    def new_output(self) -> str:
+        data = self.output.read_bytes()[self.printed :]
+        self.printed += len(data)
+        return data.decode(errors="replace")
+
+
+@dataclass
+class _Outcome:
+    """How a call ended on one rank: ``value`` if ``problem`` is None."""
+
+    value: Any = None
+    problem: str | None = None
+
+
+@dataclass
+class _Pool:
+    world_size: int
+    device: str
+    sound: bool = True
+    _calls: int = 0
+    _ranks: list[_Rank] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # The store lives here rather than on rank 0, so that killing any rank leaves the others their store.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._folder = tempfile.TemporaryDirectory(prefix="triton_overlap_ranks_")
+        for rank in range(self.world_size):
+            ours, theirs = socket.socketpair()
+            output = Path(self._folder.name) / f"{rank}.txt"
+            with theirs, output.open("wb") as file:
+                arguments = (theirs.fileno(), rank, self.world_size, self.device, self._store.port, os.getpid())
+                process = subprocess.Popen(
+                    [sys.executable, "-c", f"from tests.distributed import _serve; _serve{arguments}"],
+                    cwd=_ROOT,
+                    env=_environment(self.world_size, self.device),
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            self._ranks.append(_Rank(process, Connection(ours.detach()), output))
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float, killed: frozenset[int]) -> list[Any]:
+        self._calls += 1
+        message = pickle.dumps((self._calls, fn, args))
+        outcomes: dict[int, _Outcome] = {}
+        for rank, process in enumerate(self._ranks):
+            try:
+                process.connection.send_bytes(message)
+            except OSError:
+                outcomes[rank] = _Outcome(problem=self._death(rank))
+        self._collect(outcomes, time.monotonic() + timeout_s, killed)
+        late = sorted(set(range(self.world_size)) - set(outcomes))
+        for rank in late:
+            outcomes[rank] = _Outcome(problem=f"did not finish within {timeout_s:g} s, or after another rank failed")
+            # The handler that each rank has installed prints all its stacks, whatever it is doing.
+            self._ranks[rank].process.send_signal(signal.SIGUSR1)
+        if late:
+            time.sleep(0.5)
+        for rank in killed:
+            if outcomes[rank].problem is None:
+                outcomes[rank].problem = "was to be killed, but finished"
+            elif self._ranks[rank].process.poll() is not None:
+                outcomes[rank] = _Outcome()
+        output = [rank.new_output() for rank in self._ranks]
+        failed = any(outcome.problem is not None for outcome in outcomes.values())
+        if failed or killed:
+            self.close()
+        if failed:
+            raise RankError(_report(self.device, outcomes, output))
+        for rank, text in enumerate(output):
+            if text:
+                print(f"[rank {rank}] {text}", end="" if text.endswith("\n") else "\n")
+        return [outcomes[rank].value for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        self.sound = False
+        for rank in self._ranks:
+            rank.connection.close()
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.wait()
+        self._folder.cleanup()
+
+    def _collect(self, outcomes: dict[int, _Outcome], deadline: float, killed: frozenset[int]) -> None:
+        """Receive outcomes until all are there or ``deadline``, which a failure moves forward, has passed."""
+        waiting = {rank.connection: number for number, rank in enumerate(self._ranks) if number not in outcomes}
+        while waiting:
+            if any(outcome.problem is not None and rank not in killed for rank, outcome in outcomes.items()):
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    outcomes[rank] = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionError):
+                    outcomes[rank] = _Outcome(problem=self._death(rank))
+
+    def _death(self, rank: int) -> str:
+        code = self._ranks[rank].process.wait()
+        return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+
+
+_pools: dict[tuple[int, str], _Pool] = {}
+
+
+def _environment(world_size: int, device: str) -> dict[str, str]:
+    """What a rank process is started with: the caller's environment, but for what decides how kernels run."""
+    environment = dict(os.environ)
+    for threads in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        environment[threads] = "1"
+    environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, sys.path)])
+    environment["GLOO_SOCKET_IFNAME"] = "lo"
+    environment["PYTHONFAULTHANDLER"] = "1"
+    if device == "cpu":
+        environment["TRITON_INTERPRET"] = "1"
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        environment.pop("TRITON_INTERPRET", None)
+        environment.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        environment.setdefault("NCCL_NVLS_ENABLE", "0")
+        if world_size > torch.cuda.device_count():
+            environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    return environment
+
+
+def _report(device: str, outcomes: dict[int, _Outcome], output: list[str]) -> str:
+    parts = []
+    for rank in sorted(outcomes):
+        parts.append(f"--- rank {rank} of {len(outcomes)} on {device}: {outcomes[rank].problem or 'finished'}")
+        if output[rank]:
+            parts.append(f"output:\n{output[rank].rstrip()}")
+    return "\n".join(parts)
+
+
+def _serve(descriptor: int, rank: int, world_size: int, device: str, port: int, parent: int) -> None:
+    """The life of a rank process: take calls and answer them until the other end is closed."""
+    # A rank that spins when the tests are killed would spin for ever.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    fill_uninitialized_memory()
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if world_size <= torch.cuda.device_count():
+            backend = "cpu:gloo,cuda:nccl"
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    connection = Connection(descriptor)
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except (EOFError, ConnectionError):
+            return
+        connection.send_bytes(pickle.dumps(_call(message, rank, world_size, backend, store)))
+
+
+def _call(message: bytes, rank: int, world_size: int, backend: str, store: Store) -> _Outcome:
+    try:
+        number, fn, args = pickle.loads(message)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group(backend, store=PrefixStore(f"call{number}", store), rank=rank, world_size=world_size)
+        torch.manual_seed(0)
+        outcome = _Outcome(fn(*args))
+        pickle.dumps(outcome)
+    except BaseException:  # noqa: BLE001 - reported to the test; pytest's own failures derive from BaseException
+        outcome = _Outcome(problem=f"raised\n{traceback.format_exc()}")
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError):  # a test may have closed it
+            stream.flush()
+    return outcome
