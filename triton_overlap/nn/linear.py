@@ -1,0 +1,331 @@
+"""Tensor-parallel linear layers.
+
+Shape ledger (W ranks, T tokens, ``sequence_parallel`` on)
+                      ColumnParallelLinear            RowParallelLinear
+    weight            [out/W, in]                     [out, in/W]
+    bias              [out/W]                         [out], the same on every rank
+    input             [T/W, in]                       [T, in/W]
+    forward           gather(x) @ w^T + bias          reduce_scatter(x @ w^T) + bias
+    output            [T, out/W]                      [T/W, out]
+    dgrad             reduce_scatter(dOut @ w)        gather(dOut) @ w
+    wgrad             dOut^T @ gather(x), local       gather(dOut)^T @ x, local
+    saved             gather(x), weight               x, weight
+    buffer            hidden = in                     hidden = out
+
+With ``sequence_parallel=False`` activations outside the pair of layers are whole on every rank: a column-parallel layer
+takes [T, in], computes without communication and sums its input's gradient over the ranks; a row-parallel layer returns
+[T, out], the sum over the ranks. That sum is a reduce-scatter and an all-gather, so T must be divisible by W here too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.group import Group
+from ..comm.user_buffers import UserBuffer
+from ..errors import ActiveShapeError
+from ..ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, replicated_matmul
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_Linear = TypeVar("_Linear", bound="_ParallelLinear")
+
+
+class _ParallelLinear(nn.Module):
+    """What the two layers share: sharding, initialisation, buffers, flattening.
+
+    A subclass says which dimension of the full [out_features, in_features] weight is split.
+    """
+
+    #: Dimension of the weight that the ranks split.
+    _split_dim: int
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Group,
+        max_tokens: int,
+        sequence_parallel: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        device = group.device if device is None else torch.device(device)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.group = group
+        self.max_tokens = max_tokens
+        self.sequence_parallel = sequence_parallel
+        self._check_settings(device, dtype)
+
+        self.weight = nn.Parameter(
+            torch.empty(self._shard_shape((out_features, in_features)), device=device, dtype=dtype)
+        )
+        if bias:
+            self.bias = nn.Parameter(torch.empty(self._bias_shape(), device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self._mark_parameters()
+        self._buffers_by_dtype: dict[torch.dtype, UserBuffer] = {}
+        # Registered here, in the order in which all ranks build their model, and not at the first forward, which may
+        # already be inside a graph capture. Under autocast the parameters' dtype is not the one that is multiplied.
+        autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
+        self._user_buffer(torch.get_autocast_dtype(device.type) if autocast else dtype)
+        if device.type != "meta":
+            self.reset_parameters()
+
+    @classmethod
+    def from_linear(
+        cls: type[_Linear], linear: nn.Linear, *, group: Group, max_tokens: int, sequence_parallel: bool = True
+    ) -> _Linear:
+        """This rank's shard of a plain ``nn.Linear`` that holds the same weights on every rank.
+
+        Parameters are copied to the group's device and keep dtype and ``requires_grad``; ``linear`` is not changed.
+
+        Raises:
+            ValueError: as the constructor.
+        """
+        out_features, in_features = linear.weight.shape
+        layer = cls(
+            in_features,
+            out_features,
+            linear.bias is not None,
+            group=group,
+            max_tokens=max_tokens,
+            sequence_parallel=sequence_parallel,
+            device="meta",
+            dtype=linear.weight.dtype,
+        )
+        layer.to_empty(device=group.device)
+        layer._mark_parameters()  # which the new parameters have lost
+        with torch.no_grad():
+            layer.weight.copy_(layer._shard(linear.weight))
+            if layer.bias is not None:
+                layer.bias.copy_(layer._bias_shard(linear.bias))
+        layer.weight.requires_grad_(linear.weight.requires_grad)
+        if layer.bias is not None:
+            layer.bias.requires_grad_(linear.bias.requires_grad)
+        layer.train(linear.training)
+        return layer
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters as ``nn.Linear`` of the full size does, and keep this rank's part. Collective.
+
+        All ranks draw the full tensors from rank 0's default generator of the device and each keeps its own slice, so
+        the model is the one a single process would build from rank 0's seed. A rank whose generator stood where rank
+        0's did moves on as rank 0's does; other generators are left alone.
+        """
+        self._mark_parameters()
+        device = self.weight.device
+        own_state = _generator_state(device)
+        common_state = self.group.all_gather_object(own_state if self.group.rank == 0 else None)[0]
+        generator = torch.Generator(device=device)
+        generator.set_state(common_state)
+        bound = 1 / math.sqrt(self.in_features)
+        full = torch.empty((self.out_features, self.in_features), device=device, dtype=self.weight.dtype)
+        with torch.no_grad():
+            # kaiming_uniform_ with a = sqrt(5), as in nn.Linear, is uniform in +-1/sqrt(in_features).
+            nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
+            self.weight.copy_(self._shard(full))
+            if self.bias is not None:
+                full_bias = torch.empty((self.out_features,), device=device, dtype=self.bias.dtype)
+                nn.init.uniform_(full_bias, -bound, bound, generator=generator)
+                self.bias.copy_(self._bias_shard(full_bias))
+        if torch.equal(own_state, common_state):
+            _set_generator_state(device, generator.get_state())
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"rank={self.group.rank}, world_size={self.group.world_size}, max_tokens={self.max_tokens}, "
+            f"sequence_parallel={self.sequence_parallel}"
+        )
+
+    # Which of the two features is split, and which one is the buffer's hidden size.
+
+    def _split_features(self) -> tuple[str, int]:
+        return ("out_features", self.out_features) if self._split_dim == 0 else ("in_features", self.in_features)
+
+    def _hidden(self) -> int:
+        return self.in_features if self._split_dim == 0 else self.out_features
+
+    def _check_settings(self, device: torch.device, dtype: torch.dtype) -> None:
+        kind, world_size = type(self).__name__, self.group.world_size
+        for name, value in (("in_features", self.in_features), ("out_features", self.out_features)):
+            if value < 1:
+                raise ValueError(f"{kind}: {name} must be at least 1, got {value}")
+        name, value = self._split_features()
+        if value % world_size:
+            raise ValueError(
+                f"{kind}: {name} must be divisible by the group size {world_size}, got {value}; "
+                f"{-(-value // world_size) * world_size} would do"
+            )
+        if self.max_tokens < 1 or self.max_tokens % world_size:
+            raise ValueError(
+                f"{kind}: max_tokens must be a positive multiple of the group size {world_size}, "
+                f"got {self.max_tokens}; {max(1, -(-self.max_tokens // world_size)) * world_size} would do"
+            )
+        if dtype not in _DTYPES:
+            raise ValueError(f"{kind}: dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
+        if device.type != "meta" and device != self.group.device:
+            raise ValueError(
+                f"{kind}: device must be the group's, {self.group.device}, or meta, got {device}; leave it out"
+            )
+
+    def _shard_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        rows, columns = shape
+        world_size = self.group.world_size
+        return (rows // world_size, columns) if self._split_dim == 0 else (rows, columns // world_size)
+
+    def _bias_shape(self) -> tuple[int]:
+        return (self.out_features // self.group.world_size,) if self._split_dim == 0 else (self.out_features,)
+
+    def _shard(self, full_weight: Tensor) -> Tensor:
+        return full_weight.chunk(self.group.world_size, dim=self._split_dim)[self.group.rank]
+
+    def _bias_shard(self, full_bias: Tensor) -> Tensor:
+        return full_bias.chunk(self.group.world_size)[self.group.rank] if self._split_dim == 0 else full_bias
+
+    def _mark_parameters(self) -> None:
+        self.weight.tensor_parallel_dim = self._split_dim  # type: ignore[attr-defined]
+        if self.bias is not None:
+            self.bias.tensor_parallel_dim = 0 if self._split_dim == 0 else None  # type: ignore[attr-defined]
+
+    def _user_buffer(self, dtype: torch.dtype) -> UserBuffer:
+        buffer = self._buffers_by_dtype.get(dtype)
+        if buffer is None:
+            buffer = self.group.user_buffer(self.max_tokens, self._hidden(), dtype)
+            self._buffers_by_dtype[dtype] = buffer
+        return buffer
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """``x`` as [rows, features], and the keyword arguments that all operations share."""
+        if x.dim() < 2:
+            raise ActiveShapeError(
+                f"{type(self).__name__}: the input must have at least 2 dimensions, tokens first, got {list(x.shape)}"
+            )
+        main_grad = getattr(self.weight, "main_grad", None)
+        device_type = x.device.type
+        autocast = torch.is_autocast_enabled(device_type)
+        return x if x.dim() == 2 else x.flatten(0, -2), {
+            "buffer": self._user_buffer(torch.get_autocast_dtype(device_type) if autocast else self.weight.dtype),
+            "bias": self.bias,
+            "main_grad": None if main_grad is None else main_grad.transpose(0, 1),
+        }
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """``nn.Linear`` whose output features are split over the ranks of a group.
+
+    With ``sequence_parallel`` the input holds this rank's tokens and is gathered while it is multiplied, [T/W, in] ->
+    [T, out/W]; without, the input is whole on every rank, [T, in] -> [T, out/W]. T may change from call to call, up to
+    ``max_tokens``. Inputs of more dimensions are flattened to [rows, in] and restored; their first dimension is the one
+    that the ranks split, as in [sequence/W, batch, in] -> [sequence, batch, out/W].
+
+    Every rank calls forward and backward in the same order. Layers of a group with the same ``max_tokens``, buffer
+    hidden size and dtype share one registered buffer. ``state_dict`` holds this rank's shard.
+
+    For optimizers: ``weight.tensor_parallel_dim`` and ``bias.tensor_parallel_dim`` are 0, the dimension that the ranks
+    split. Where ``weight.main_grad`` exists (float32, the weight's shape), backward adds the weight gradient to it
+    with float32 accumulation and leaves ``weight.grad`` alone, so hooks on the weight's gradient do not run.
+
+    Args:
+        in_features: columns of the full weight, the hidden size of the buffer.
+        out_features: rows of the full weight, divisible by the group size.
+        bias: whether to add one; this rank holds its part.
+        group: the ranks; every one of them builds the layer. The constructor is collective.
+        max_tokens: the largest T, a multiple of the group size.
+        sequence_parallel: whether the input is split by tokens.
+        device: the group's device, or ``"meta"`` to fill the parameters later. The group's device by default.
+        dtype: of the parameters; bfloat16, float16 or float32. Torch's default dtype by default. Build the layer under
+            ``torch.autocast`` where it will run under it, so that the buffer is registered in the autocast dtype.
+
+    Raises:
+        ValueError: a setting does not fit; the message says what would.
+    """
+
+    _split_dim = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, shared = self._operands(x)
+        weight = self.weight.transpose(0, 1)
+        if self.sequence_parallel:
+            out = all_gather_matmul(rows, weight, **shared)
+            return _unflatten(out, x, x.shape[0] * self.group.world_size)
+        return _unflatten(replicated_matmul(rows, weight, **shared), x, x.shape[0])
+
+
+class RowParallelLinear(_ParallelLinear):
+    """``nn.Linear`` whose input features are split over the ranks of a group.
+
+    The ranks' products are summed. With ``sequence_parallel`` each rank keeps its own tokens of the sum, [T, in/W] ->
+    [T/W, out]; without, every rank gets all of it, [T, in/W] -> [T, out]. T may change from call to call, up to
+    ``max_tokens``, and is divisible by the group size either way. Inputs of more dimensions are flattened to
+    [rows, in/W] and restored; their first dimension is the one that the ranks split, as in [sequence, batch, in/W] ->
+    [sequence/W, batch, out].
+
+    Every rank calls forward and backward in the same order. Layers of a group with the same ``max_tokens``, buffer
+    hidden size and dtype share one registered buffer. ``state_dict`` holds this rank's shard.
+
+    For optimizers: ``weight.tensor_parallel_dim`` is 1, the dimension that the ranks split. The bias is the same on
+    every rank, and so is its gradient, which needs no further reduction: ``bias.tensor_parallel_dim`` is None. Where
+    ``weight.main_grad`` exists (float32, the weight's shape), backward adds the weight gradient to it with float32
+    accumulation and leaves ``weight.grad`` alone, so hooks on the weight's gradient do not run.
+
+    Args:
+        in_features: columns of the full weight, divisible by the group size.
+        out_features: rows of the full weight, the hidden size of the buffer.
+        bias: whether to add one, once, after the sum.
+        group: the ranks; every one of them builds the layer. The constructor is collective.
+        max_tokens: the largest T, a multiple of the group size.
+        sequence_parallel: whether the output is split by tokens.
+        device: the group's device, or ``"meta"`` to fill the parameters later. The group's device by default.
+        dtype: of the parameters; bfloat16, float16 or float32. Torch's default dtype by default. Build the layer under
+            ``torch.autocast`` where it will run under it, so that the buffer is registered in the autocast dtype.
+
+    Raises:
+        ValueError: a setting does not fit; the message says what would.
+    """
+
+    _split_dim = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, shared = self._operands(x)
+        weight = self.weight.transpose(0, 1)
+        if self.sequence_parallel:
+            if x.dim() > 2 and x.shape[0] % self.group.world_size:
+                raise ActiveShapeError(
+                    f"RowParallelLinear: the first dimension of the input must be divisible by the group size "
+                    f"{self.group.world_size}, got {list(x.shape)}; packing.pad_packed adds the missing pad tokens"
+                )
+            out = matmul_reduce_scatter(rows, weight, **shared)
+            return _unflatten(out, x, x.shape[0] // self.group.world_size)
+        return _unflatten(matmul_all_reduce(rows, weight, **shared), x, x.shape[0])
+
+
+def _unflatten(out: Tensor, x: Tensor, first: int) -> Tensor:
+    """``out`` [rows, features] as [first, the other leading dimensions of ``x`` .., features]."""
+    return out if x.dim() == 2 else out.reshape(first, *x.shape[1:-1], out.shape[-1])
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_generator_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

@@ -1,0 +1,73 @@
+"""``all_gather``: every rank's rows on every rank.
+
+Shape ledger (W ranks, H the buffer's hidden size)
+    x_shard    [T/W, H]
+    forward    gather(x_shard)                            -> out       [T, H]
+    dgrad      reduce_scatter(dOut)                       -> dX        [T/W, H], on the same buffer
+    saved      nothing
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.user_buffers import UserBuffer, user_buffer_by_handle
+from ..kernels import all_gather as all_gather_kernel
+from .validation import check_activation, refuse_double_backward, world_size_of
+
+__all__ = ["all_gather", "all_gather_op"]
+
+_NAME = "all_gather"
+
+
+@torch.library.custom_op("triton_overlap::all_gather", mutates_args=())
+def all_gather_op(x_shard: Tensor, buffer: str) -> Tensor:
+    """``torch.ops.triton_overlap.all_gather``: ``x_shard`` [T/W, H] -> [T, H], fresh, through the buffer with the
+    handle ``buffer``."""
+    user_buffer = user_buffer_by_handle(buffer)
+    tokens = check_activation(_NAME, user_buffer, "x_shard", x_shard, is_shard=True, is_hidden=True)
+    all_gather_kernel.launch(user_buffer, x_shard)
+    return user_buffer.gathered(tokens).clone()
+
+
+@all_gather_op.register_fake
+def _fake(x_shard: Tensor, buffer: str) -> Tensor:
+    return x_shard.new_empty((x_shard.shape[0] * world_size_of(buffer), x_shard.shape[1]))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.buffer = inputs
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+    refuse_double_backward(_NAME)
+    # A reduce-scatter is the product with an identity, which is exact for finite gradients: float32 accumulation adds
+    # zeros. An inf or NaN spreads over its row.
+    identity = torch.eye(grad.shape[1], dtype=grad.dtype, device=grad.device)
+    return torch.ops.triton_overlap.matmul_reduce_scatter(grad, identity, None, None, ctx.buffer, "fused"), None
+
+
+all_gather_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def all_gather(x_shard: Tensor, *, buffer: UserBuffer) -> Tensor:
+    """Gather every rank's rows: ``x_shard`` [T/W, hidden] -> [T, hidden], rank 0's rows first, in a fresh tensor.
+
+    Collective: every rank of the buffer's group calls it with the same T and dtype. Differentiable once: the gradient
+    is the ranks' sum of this rank's rows, computed as a product with an identity matrix.
+
+    Args:
+        x_shard: [T/W, hidden], this rank's rows; the buffer's dtype.
+        buffer: a user buffer with room for T tokens.
+
+    Raises:
+        ActiveShapeError: the shape of ``x_shard`` breaks a rule of the active shape.
+        ClosedError: the buffer was closed.
+        ValueError: dtype or device do not fit.
+        CommError: the ranks disagree, or one did not arrive in time.
+    """
+    out: Tensor = torch.ops.triton_overlap.all_gather(x_shard, buffer.handle)
+    return out

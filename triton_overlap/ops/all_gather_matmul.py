@@ -1,0 +1,306 @@
+"""``all_gather_matmul``: gather the ranks' rows and multiply, in one overlapped operation.
+
+Shape ledger (W ranks, K the buffer's hidden size, b_i any number of right operands)
+    a_shard    [T/W, K]   this rank's rows
+    b_i        [K, N_i]   this rank's columns, any strides torch.matmul takes without a copy
+    gathered   [T, K]     all ranks' rows, rank 0's first
+    forward    gathered @ b_i + bias_i                    -> out_i     [T, N_i]
+    dgrad      reduce_scatter([dOut_0 | dOut_1 ..] @ [b_0 | b_1 ..]^T) -> dA [T/W, K], one call on the same buffer
+    wgrad      gathered^T @ dOut_i                        -> dB_i      [K, N_i], local
+    bias       sum over rows of dOut_i, in float32        -> dBias_i   [N_i], local
+    saved      b_i, and gathered where a b_i wants a gradient
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from ..comm.user_buffers import UserBuffer, user_buffer_by_handle
+from ..kernels import all_gather_matmul as all_gather_matmul_kernel
+from .autocast import autocast_operands
+from .validation import (
+    check_activation,
+    check_bias,
+    check_main_grad,
+    check_method,
+    check_one_per_b,
+    check_weight,
+    refuse_double_backward,
+    world_size_of,
+)
+from .weight_gradient import bias_gradient, local_matmul, weight_gradient
+
+__all__ = ["all_gather_matmul", "all_gather_matmul_op"]
+
+_NAME = "all_gather_matmul"
+
+
+@torch.library.custom_op("triton_overlap::all_gather_matmul", mutates_args=())
+def all_gather_matmul_op(
+    a_shard: Tensor,
+    bs: list[Tensor],
+    biases: list[Tensor],
+    main_grads: list[Tensor],
+    buffer: str,
+    gather: bool,
+    method: str,
+) -> list[Tensor]:
+    """``torch.ops.triton_overlap.all_gather_matmul``: the operation without conveniences.
+
+    Args:
+        a_shard: [T/W, K].
+        bs: at least one [K, N_i].
+        biases: empty, or one [N_i] for each b, where a tensor of no elements means none.
+        main_grads: empty, or one float32 [K, N_i] for each b, where a tensor of no elements means none. Backward adds
+            the weight gradient to it and returns none for that b.
+        buffer: handle of a user buffer with hidden size K.
+        gather: also return the gathered rows. Without them, backward gathers again if a b wants a gradient.
+        method: see ``all_gather_matmul``.
+
+    Returns:
+        [T, N_i] for each b, then [T, K] where ``gather``; all fresh.
+    """
+    user_buffer = user_buffer_by_handle(buffer)
+    check_method(_NAME, method)
+    tokens = check_activation(_NAME, user_buffer, "a_shard", a_shard, is_shard=True, is_hidden=True)
+    if not bs:
+        raise ValueError(f"{_NAME}: give at least one b")
+    for name, values in (("biases", biases), ("main_grads", main_grads)):
+        if values:
+            check_one_per_b(_NAME, name, values, len(bs))
+    for b, bias, main_grad in zip(bs, _optional(biases, bs), _optional(main_grads, bs), strict=True):
+        check_weight(_NAME, user_buffer, b, a_shard.shape[1])
+        if bias is not None:
+            check_bias(_NAME, user_buffer, bias, b)
+        if main_grad is not None:
+            check_main_grad(_NAME, main_grad, b)
+
+    optional_biases = _optional(biases, bs)
+    needs_gathered = gather or len(bs) > 1
+    outs = [all_gather_matmul_kernel.launch(user_buffer, a_shard, bs[0], optional_biases[0], gather=needs_gathered)]
+    if needs_gathered:
+        # A view of the buffer's slot: everything that reads it is put on this stream before the next call can be.
+        gathered = user_buffer.gathered(tokens)
+        outs += [local_matmul(gathered, b, bias) for b, bias in zip(bs[1:], optional_biases[1:], strict=True)]
+        if gather:
+            outs.append(gathered.clone())
+    return outs
+
+
+@all_gather_matmul_op.register_fake
+def _fake(
+    a_shard: Tensor,
+    bs: list[Tensor],
+    biases: list[Tensor],
+    main_grads: list[Tensor],
+    buffer: str,
+    gather: bool,
+    method: str,
+) -> list[Tensor]:
+    tokens = a_shard.shape[0] * world_size_of(buffer)
+    outs = [a_shard.new_empty((tokens, b.shape[1])) for b in bs]
+    if gather:
+        outs.append(a_shard.new_empty((tokens, a_shard.shape[1])))
+    return outs
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    a_shard, bs, biases, main_grads, buffer, gather, method = inputs
+    _, needs_bs, *_ = ctx.needs_input_grad
+    ctx.set_materialize_grads(False)
+    ctx.buffer, ctx.gather, ctx.method = buffer, gather, method
+    ctx.num_biases, ctx.num_main_grads = len(biases), len(main_grads)
+    # Not through save_for_backward: other microbatches add to it between this forward and its backward.
+    ctx.main_grads = _optional(main_grads, bs)
+    rows = [] if not _any(needs_bs) else [output[-1]] if gather else [a_shard]
+    ctx.save_for_backward(*bs, *rows)
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    refuse_double_backward(_NAME)
+    needs_a, needs_bs, needs_biases, *_ = ctx.needs_input_grad
+    num_bs = len(ctx.main_grads)
+    bs, rows = list(ctx.saved_tensors[:num_bs]), list(ctx.saved_tensors[num_bs:])
+    out_grads = list(grads[:num_bs])
+    gathered_grad = grads[num_bs] if ctx.gather else None
+
+    a_grad = _shard_gradient(bs, out_grads, gathered_grad, ctx.buffer, ctx.method) if needs_a else None
+
+    b_grads: list[Tensor | None] = [None] * num_bs
+    bias_grads: list[Tensor | None] = [None] * ctx.num_biases
+    gathered: Tensor | None = None
+    for i, out_grad in enumerate(out_grads):
+        if out_grad is None:
+            continue
+        if needs_bs[i]:
+            if gathered is None:
+                gathered = rows[0] if ctx.gather else torch.ops.triton_overlap.all_gather(rows[0], ctx.buffer)
+            b_grads[i] = weight_gradient(gathered, out_grad, bs[i], ctx.main_grads[i])
+        if ctx.num_biases and needs_biases[i]:
+            bias_grads[i] = bias_gradient(out_grad)
+    return a_grad, b_grads, bias_grads, [None] * ctx.num_main_grads, None, None, None
+
+
+def _shard_gradient(
+    bs: list[Tensor], out_grads: list[Tensor | None], gathered_grad: Tensor | None, buffer: str, method: str
+) -> Tensor | None:
+    """[T/W, K]: the ranks' sum of ``sum_i out_grads[i] @ bs[i]^T + gathered_grad``, one communicating product."""
+    grads = [grad for grad in out_grads if grad is not None]
+    weights = [b for b, grad in zip(bs, out_grads, strict=True) if grad is not None]
+    if gathered_grad is not None:
+        # The gathered rows are the product with an identity, so their gradient joins the same sum.
+        hidden = gathered_grad.shape[1]
+        grads.append(gathered_grad)
+        weights.append(torch.eye(hidden, dtype=gathered_grad.dtype, device=gathered_grad.device))
+    if not grads:
+        return None
+    # Side by side along N they are one product, accumulated in float32 over all of them.
+    grad = grads[0] if len(grads) == 1 else torch.cat(grads, dim=1)
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights, dim=1)
+    out: Tensor = torch.ops.triton_overlap.matmul_reduce_scatter(
+        grad, weight.transpose(0, 1), None, None, buffer, method
+    )
+    return out
+
+
+all_gather_matmul_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+@overload
+def all_gather_matmul(
+    a_shard: Tensor,
+    b: Tensor,
+    *,
+    buffer: UserBuffer,
+    bias: Tensor | None = ...,
+    method: str = ...,
+    return_gathered: Literal[False] = ...,
+    main_grad: Tensor | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def all_gather_matmul(
+    a_shard: Tensor,
+    b: Tensor,
+    *,
+    buffer: UserBuffer,
+    bias: Tensor | None = ...,
+    method: str = ...,
+    return_gathered: Literal[True],
+    main_grad: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def all_gather_matmul(
+    a_shard: Tensor,
+    b: Sequence[Tensor],
+    *,
+    buffer: UserBuffer,
+    bias: Sequence[Tensor | None] | None = ...,
+    method: str = ...,
+    return_gathered: Literal[False] = ...,
+    main_grad: Sequence[Tensor | None] | None = ...,
+) -> list[Tensor]: ...
+
+
+@overload
+def all_gather_matmul(
+    a_shard: Tensor,
+    b: Sequence[Tensor],
+    *,
+    buffer: UserBuffer,
+    bias: Sequence[Tensor | None] | None = ...,
+    method: str = ...,
+    return_gathered: Literal[True],
+    main_grad: Sequence[Tensor | None] | None = ...,
+) -> tuple[list[Tensor], Tensor]: ...
+
+
+def all_gather_matmul(
+    a_shard: Tensor,
+    b: Tensor | Sequence[Tensor],
+    *,
+    buffer: UserBuffer,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    method: str = "fused",
+    return_gathered: bool = False,
+    main_grad: Tensor | Sequence[Tensor | None] | None = None,
+) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
+    """Gather every rank's rows and multiply them by this rank's ``b``: ``gather(a_shard) @ b + bias``.
+
+    Collective: every rank of the buffer's group calls it with the same T, K, N and dtype. Differentiable once, with
+    respect to ``a_shard``, ``b`` and ``bias``; backward is collective as well. Under autocast the operands are cast as
+    ``torch.matmul`` would, and the buffer must have the autocast dtype.
+
+    Args:
+        a_shard: [T/W, K], this rank's rows; bfloat16, float16 or float32, the buffer's dtype.
+        b: [K, N], any strides ``torch.matmul`` takes without a copy, or several that share one gather.
+        buffer: a user buffer with hidden size K and room for T tokens.
+        bias: [N], or one (or None) for each of several ``b``.
+        method: ``"fused"``, one persistent kernel.
+        return_gathered: also return the gathered rows, differentiable as well.
+        main_grad: float32 [K, N], any strides, or one (or None) for each of several ``b``. Backward adds the weight
+            gradient to it, and ``b`` gets no gradient of its own.
+
+    Returns:
+        [T, N], rank 0's rows first, or a list of them for several ``b``; with ``return_gathered`` a pair of that and
+        the gathered rows [T, K]. All are fresh tensors.
+
+    Raises:
+        ActiveShapeError: the shape of ``a_shard`` breaks a rule of the active shape.
+        ClosedError: the buffer was closed.
+        ValueError: dtype, device, shapes or method do not fit.
+        CommError: the ranks disagree, or one did not arrive in time.
+    """
+    bs = [b] if isinstance(b, Tensor) else list(b)
+    biases = _per_b("bias", bias, b, len(bs))
+    main_grads = _per_b("main_grad", main_grad, b, len(bs))
+    gather = return_gathered or (torch.is_grad_enabled() and any(x.requires_grad for x in bs))
+    a_cast, *rest = autocast_operands(a_shard, *bs, *biases)
+    outs: list[Tensor] = torch.ops.triton_overlap.all_gather_matmul(
+        a_cast,
+        rest[: len(bs)],
+        _tensors(rest[len(bs) :], a_shard),
+        _tensors(main_grads, a_shard),
+        buffer.handle,
+        gather,
+        method,
+    )
+    result: Tensor | list[Tensor] = outs[0] if isinstance(b, Tensor) else list(outs[: len(bs)])
+    return (result, outs[len(bs)]) if return_gathered else result
+
+
+def _per_b(
+    name: str, value: Tensor | Sequence[Tensor | None] | None, b: Tensor | Sequence[Tensor], count: int
+) -> list[Tensor | None]:
+    """``value`` as a list with one entry for each b, or ValueError."""
+    if value is None:
+        return [None] * count
+    if isinstance(value, Tensor) != isinstance(b, Tensor):
+        raise ValueError(f"{_NAME}: {name} must be a tensor where b is one, and a list where b is a list")
+    values: list[Tensor | None] = [value] if isinstance(value, Tensor) else list(value)
+    check_one_per_b(_NAME, name, values, count)
+    return values
+
+
+def _tensors(values: list[Tensor | None], like: Tensor) -> list[Tensor]:
+    """How the operator's schema says None: an empty list for none at all, a tensor of no elements for one."""
+    # Lists that mix tensors and None get no gradients from torch.library's autograd.
+    if all(value is None for value in values):
+        return []
+    return [like.new_empty((0,)) if value is None else value for value in values]
+
+
+def _optional(values: list[Tensor], bs: list[Tensor]) -> list[Tensor | None]:
+    """The inverse of ``_tensors``, one entry for each b."""
+    return [value if value.numel() else None for value in values] if values else [None] * len(bs)
+
+
+def _any(needs: Any) -> bool:
+    return any(needs) if isinstance(needs, (list, tuple)) else bool(needs)

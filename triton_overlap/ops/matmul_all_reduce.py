@@ -1,0 +1,191 @@
+"""``matmul_all_reduce`` and ``replicated_matmul``: tensor parallelism without sequence parallelism.
+
+Between a column-parallel and a row-parallel layer activations are replicated, so one sum over the ranks is needed in
+the forward pass of the second and one in the backward pass of the first.
+
+Shape ledger of matmul_all_reduce (W ranks, N the buffer's hidden size)
+    a          [T, K]     this rank's columns of the left operand
+    b          [K, N]     this rank's rows of the right operand
+    forward    all_gather(reduce_scatter(a @ b) + bias)   -> out       [T, N], the same on every rank
+    dgrad      dOut @ b^T                                 -> dA        [T, K], local: dOut is the same on every rank
+    wgrad      a^T @ dOut                                 -> dB        [K, N], local
+    bias       sum over rows of dOut, in float32          -> dBias     [N], local and the same on every rank
+    saved      a where b wants a gradient, b
+
+Shape ledger of replicated_matmul (W ranks, K the buffer's hidden size)
+    x          [T, K]     the same on every rank
+    b          [K, N]     this rank's columns
+    forward    x @ b + bias                               -> out       [T, N], local
+    dgrad      matmul_all_reduce(dOut, b^T)               -> dX        [T, K], the same on every rank
+    wgrad      x^T @ dOut                                 -> dB        [K, N], local
+    bias       sum over rows of dOut, in float32          -> dBias     [N], local
+    saved      x where b wants a gradient, b
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.user_buffers import UserBuffer, user_buffer_by_handle
+from ..kernels import all_gather as all_gather_kernel
+from ..kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernel
+from .autocast import autocast_operands
+from .matmul_reduce_scatter import check_operands
+from .validation import (
+    check_activation,
+    check_bias,
+    check_main_grad,
+    check_method,
+    check_weight,
+    refuse_double_backward,
+)
+from .weight_gradient import bias_gradient, local_matmul, weight_gradient
+
+__all__ = ["matmul_all_reduce", "matmul_all_reduce_op", "replicated_matmul", "replicated_matmul_op"]
+
+_ALL_REDUCE = "matmul_all_reduce"
+_REPLICATED = "replicated_matmul"
+
+
+@torch.library.custom_op("triton_overlap::matmul_all_reduce", mutates_args=())
+def matmul_all_reduce_op(
+    a: Tensor, b: Tensor, bias: Tensor | None, main_grad: Tensor | None, buffer: str, method: str
+) -> Tensor:
+    """``torch.ops.triton_overlap.matmul_all_reduce``: arguments as in ``matmul_reduce_scatter`` -> [T, N], fresh."""
+    user_buffer = user_buffer_by_handle(buffer)
+    tokens = check_operands(_ALL_REDUCE, user_buffer, a, b, bias, main_grad, method)
+    shard = matmul_reduce_scatter_kernel.launch(user_buffer, a, b, bias)
+    all_gather_kernel.launch(user_buffer, shard)
+    return user_buffer.gathered(tokens).clone()
+
+
+@matmul_all_reduce_op.register_fake
+def _all_reduce_fake(
+    a: Tensor, b: Tensor, bias: Tensor | None, main_grad: Tensor | None, buffer: str, method: str
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, b, _, main_grad, buffer, method = inputs
+    _, needs_b, *_ = ctx.needs_input_grad
+    ctx.buffer, ctx.method = buffer, method
+    # Not through save_for_backward: other microbatches add to it between this forward and its backward.
+    ctx.main_grad = main_grad
+    ctx.save_for_backward(b, *([x] if needs_b else []))
+
+
+def _local_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of b and of the bias."""
+    _, needs_b, needs_bias, *_ = ctx.needs_input_grad
+    b, *rest = ctx.saved_tensors
+    return (
+        weight_gradient(rest[0], grad, b, ctx.main_grad) if needs_b else None,
+        bias_gradient(grad) if needs_bias else None,
+    )
+
+
+def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_double_backward(_ALL_REDUCE)
+    a_grad = local_matmul(grad, ctx.saved_tensors[0].transpose(0, 1)) if ctx.needs_input_grad[0] else None
+    return a_grad, *_local_gradients(ctx, grad), None, None, None
+
+
+matmul_all_reduce_op.register_autograd(_all_reduce_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("triton_overlap::replicated_matmul", mutates_args=())
+def replicated_matmul_op(
+    x: Tensor, b: Tensor, bias: Tensor | None, main_grad: Tensor | None, buffer: str, method: str
+) -> Tensor:
+    """``torch.ops.triton_overlap.replicated_matmul``: x [T, K], b [K, N] -> [T, N], fresh."""
+    user_buffer = user_buffer_by_handle(buffer)
+    check_method(_REPLICATED, method)
+    # Checked here and not first in backward, where a peer might already be waiting.
+    check_activation(_REPLICATED, user_buffer, "x", x, is_shard=False, is_hidden=True)
+    check_weight(_REPLICATED, user_buffer, b, x.shape[1])
+    if bias is not None:
+        check_bias(_REPLICATED, user_buffer, bias, b)
+    if main_grad is not None:
+        check_main_grad(_REPLICATED, main_grad, b)
+    return local_matmul(x, b, bias)
+
+
+@replicated_matmul_op.register_fake
+def _replicated_fake(
+    x: Tensor, b: Tensor, bias: Tensor | None, main_grad: Tensor | None, buffer: str, method: str
+) -> Tensor:
+    return x.new_empty((x.shape[0], b.shape[1]))
+
+
+def _replicated_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_double_backward(_REPLICATED)
+    x_grad: Tensor | None = None
+    if ctx.needs_input_grad[0]:
+        transposed = ctx.saved_tensors[0].transpose(0, 1)
+        x_grad = torch.ops.triton_overlap.matmul_all_reduce(grad, transposed, None, None, ctx.buffer, ctx.method)
+    return x_grad, *_local_gradients(ctx, grad), None, None, None
+
+
+replicated_matmul_op.register_autograd(_replicated_backward, setup_context=_setup_context)
+
+
+def matmul_all_reduce(
+    a: Tensor,
+    b: Tensor,
+    *,
+    buffer: UserBuffer,
+    bias: Tensor | None = None,
+    method: str = "fused",
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    """Multiply and sum over the ranks: ``sum over ranks of a @ b``, plus ``bias``, on every rank.
+
+    A ``matmul_reduce_scatter`` followed by an all-gather on the same buffer, so T must be divisible by W here too.
+    The gradient of the result is taken to be the same on every rank, as it is where everything behind it is replicated;
+    backward then needs no communication. Arguments, autocast and errors are those of ``matmul_reduce_scatter``.
+
+    Returns:
+        [T, N], in a fresh tensor.
+    """
+    a_cast, b_cast, bias_cast = autocast_operands(a, b, bias)
+    out: Tensor = torch.ops.triton_overlap.matmul_all_reduce(
+        a_cast, b_cast, bias_cast, main_grad, buffer.handle, method
+    )
+    return out
+
+
+def replicated_matmul(
+    x: Tensor,
+    b: Tensor,
+    *,
+    buffer: UserBuffer,
+    bias: Tensor | None = None,
+    method: str = "fused",
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    """``x @ b + bias`` on this rank, where ``x`` is the same on every rank and its gradient is summed over the ranks.
+
+    The forward pass does not communicate; backward is a ``matmul_all_reduce`` and collective. Autocast and errors are
+    those of ``matmul_reduce_scatter``.
+
+    Args:
+        x: [T, K], the buffer's dtype. T is divisible by W.
+        b: [K, N], this rank's columns, any strides ``torch.matmul`` takes without a copy.
+        buffer: a user buffer with hidden size K and room for T tokens.
+        bias: [N] or None.
+        method: of the backward product, ``"fused"``.
+        main_grad: float32 [K, N], any strides. Backward adds the weight gradient to it, and ``b`` gets no gradient of
+            its own.
+
+    Returns:
+        [T, N], in a fresh tensor.
+    """
+    x_cast, b_cast, bias_cast = autocast_operands(x, b, bias)
+    out: Tensor = torch.ops.triton_overlap.replicated_matmul(
+        x_cast, b_cast, bias_cast, main_grad, buffer.handle, method
+    )
+    return out
