@@ -53,8 +53,8 @@ test: lint ## lint, type check and the CPU test suite
 	$(CPU_ONLY) $(RUN) -m pytest -m 'not gpu and not long' $(PYTEST_ARGS)
 
 test-all: lint ## everything: the long matrices and campaigns too, and the GPU tests where there are GPUs
-	$(CPU_ONLY) $(RUN) -m pytest -m 'not gpu' $(PYTEST_ARGS)
-	$(RUN) -m pytest -m gpu $(PYTEST_ARGS)
+	$(CPU_ONLY) $(RUN) -m pytest -m 'not gpu' --long $(PYTEST_ARGS)
+	$(RUN) -m pytest -m gpu --long $(PYTEST_ARGS)
 
 test-gpu: $(INSTALLED) ## the GPU tests alone
 	$(RUN) -m pytest -m gpu $(PYTEST_ARGS)

@@ -1,0 +1,109 @@
+"""What the benchmark compares. A rival prepares itself for a problem and returns the call that is checked and timed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import triton_overlap as to
+from triton_overlap.bench.problems import Inputs, Operation, Problem
+
+#: One call: a rank's operands to a rank's result.
+Run = Callable[[Inputs], Tensor]
+
+
+class Unavailable(Exception):
+    """A rival cannot run here; the message is the reason."""
+
+
+class Rival(Protocol):
+    """One way to compute a problem.
+
+    Attributes:
+        name: its key in results.
+        communicates: False for the GEMM alone, whose result is not the problem's for a reduce-scatter.
+    """
+
+    name: str
+    communicates: bool
+
+    def prepare(self, problem: Problem) -> Run:
+        """The call for ``problem``. Collective. Raises :class:`Unavailable`."""
+
+
+class Fused:
+    """This library's method ``fused``, on one buffer that is registered once for the largest token count."""
+
+    name = "fused"
+    communicates = True
+
+    def __init__(self, group: to.Group, max_tokens: int) -> None:
+        self._group = group
+        self._max_tokens = max_tokens
+
+    def prepare(self, problem: Problem) -> Run:
+        buffer = self._group.user_buffer(self._max_tokens, problem.buffer_hidden, dtype=problem.dtype)
+        if problem.operation is Operation.ALL_GATHER_MATMUL:
+            return lambda inputs: to.all_gather_matmul(inputs.a, inputs.b, buffer=buffer, method="fused")
+        return lambda inputs: to.matmul_reduce_scatter(inputs.a, inputs.b, buffer=buffer, method="fused")
+
+
+class GemmAlone:
+    """``torch.matmul`` (cuBLAS on a GPU) on operands that need no communication: what perfect overlap would cost."""
+
+    name = "gemm"
+    communicates = False
+
+    def prepare(self, problem: Problem) -> Run:
+        return lambda inputs: inputs.gathered @ inputs.b
+
+
+class CollectiveThenGemm:
+    """A collective of torch.distributed (NCCL on a GPU) and ``torch.matmul``, one after the other."""
+
+    name = "collective"
+    communicates = True
+
+    def prepare(self, problem: Problem) -> Run:
+        world_size = problem.world_size
+
+        def all_gather_matmul(inputs: Inputs) -> Tensor:
+            gathered = inputs.a.new_empty(inputs.a.shape[0] * world_size, inputs.a.shape[1])
+            dist.all_gather_into_tensor(gathered, inputs.a)
+            return gathered @ inputs.b
+
+        def matmul_reduce_scatter(inputs: Inputs) -> Tensor:
+            out = inputs.a.new_empty(problem.out_shape)
+            dist.reduce_scatter_tensor(out, inputs.a @ inputs.b)
+            return out
+
+        return all_gather_matmul if problem.operation is Operation.ALL_GATHER_MATMUL else matmul_reduce_scatter
+
+
+class AsyncTensorParallel:
+    """PyTorch's own overlap, the operators behind async-TP."""
+
+    name = "async_tp"
+    communicates = True
+
+    def prepare(self, problem: Problem) -> Run:
+        if not torch.cuda.is_available():
+            raise Unavailable("PyTorch's async-TP needs CUDA devices")
+        # Importing the module registers torch.ops.symm_mem; nothing of it is used by name.
+        importlib.import_module("torch.distributed._symmetric_memory")
+        process_group = dist.group.WORLD
+        assert process_group is not None
+        group_name = process_group.group_name
+        if problem.operation is Operation.ALL_GATHER_MATMUL:
+            return lambda inputs: torch.ops.symm_mem.fused_all_gather_matmul(inputs.a, [inputs.b], 0, group_name)[1][0]
+        return lambda inputs: torch.ops.symm_mem.fused_matmul_reduce_scatter(inputs.a, inputs.b, "sum", 0, group_name)
+
+
+def all_rivals(group: to.Group, max_tokens: int) -> list[Rival]:
+    """Every rival, the library's own first."""
+    return [Fused(group, max_tokens), GemmAlone(), CollectiveThenGemm(), AsyncTensorParallel()]
