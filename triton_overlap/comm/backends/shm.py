@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from triton_overlap.comm import interpreter
 from triton_overlap.comm.backend import SymmetricMemory
 from triton_overlap.comm.bootstrap import Bootstrap
 from triton_overlap.errors import BackendError, ClosedError, CommError
@@ -34,7 +35,7 @@ _DIRECTORY = "/dev/shm"
 #: Seconds between two ticks of the clock word. Kernels measure timeouts of a second and more with it.
 _TICK_S = 0.002
 #: Tells two ranks in one process from two processes.
-_PROCESS = uuid.uuid4().hex
+_PROCESS_TOKEN = uuid.uuid4().hex
 
 
 @triton.jit
@@ -43,37 +44,46 @@ def _release_kernel(flag_ptr: Any, value: Any) -> None:
     tl.atomic_xchg(flag_ptr, value, sem="release", scope="sys")
 
 
-class _Clock:
-    """An int64 word that holds ``time.monotonic_ns()``, kept up to date by a daemon thread while anybody needs it.
+class _Process:
+    """What the shm backends of one process share while any of them is open.
 
-    A kernel under the interpreter cannot read a timer; it reads this word. One thread serves all backends of a process.
+    A clock: an int64 word that holds ``time.monotonic_ns()``, kept up to date by a daemon thread, since kernels under
+    the interpreter cannot read a timer. And polite polling: a rank that polls a peer's flag gives its processor away,
+    which the peer may need.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
+        self._pollers = 0
         self._word = ctypes.c_int64(0)
         self._stop = threading.Event()
+        self._hooks: interpreter.SpinYield | None = None
 
     @property
-    def address(self) -> int:
+    def clock_address(self) -> int:
         return ctypes.addressof(self._word)
 
-    def start(self) -> None:
-        """Count one more user; with the first, start ticking."""
+    def enter(self, polls: bool) -> None:
+        """One more backend; ``polls`` where it has peers. ``BackendError`` while a simulation has the interpreter."""
         with self._lock:
+            if polls and self._pollers == 0:
+                self._hooks = interpreter.yield_on_spin()
+            self._pollers += polls
             self._users += 1
             if self._users == 1:
                 self._word.value = time.monotonic_ns()
                 self._stop = threading.Event()
-                threading.Thread(
-                    target=self._tick, args=(self._stop,), name="triton_overlap clock", daemon=True
-                ).start()
+                threading.Thread(target=self._tick, args=(self._stop,), name="shm clock", daemon=True).start()
 
-    def stop(self) -> None:
-        """Count one user less; with the last, stop ticking."""
+    def leave(self, polls: bool) -> None:
+        """One backend less."""
         with self._lock:
+            self._pollers -= polls
             self._users -= 1
+            if polls and self._pollers == 0 and self._hooks is not None:
+                interpreter.uninstall(self._hooks)
+                self._hooks = None
             if self._users == 0:
                 self._stop.set()
 
@@ -82,7 +92,7 @@ class _Clock:
             self._word.value = time.monotonic_ns()
 
 
-_clock = _Clock()
+_process = _Process()
 
 
 @dataclass(eq=False)
@@ -153,8 +163,8 @@ class ShmBackend:
             raise BackendError(f"the shm backend cannot run here: {problem}")
         # Rank 0's token names this group's segments.
         self._token: str = entries[0]["token"]
-        _clock.start()
-        self.clock_address = _clock.address
+        _process.enter(polls=self.world_size > 1)
+        self.clock_address = _process.clock_address
 
     def barrier(self, timeout_s: float) -> None:
         self._check_open()
@@ -218,7 +228,7 @@ class ShmBackend:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            _clock.stop()
+            _process.leave(polls=self.world_size > 1)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -232,31 +242,38 @@ def _facts() -> dict[str, Any]:
             host = file.read().strip()
         # Two containers on one host have the same boot id, but each its own file system here.
         mount = os.stat(_DIRECTORY).st_dev
-        error = None
+        directory = None
     except OSError as failure:
-        host, mount, error = "", 0, str(failure)
+        host, mount, directory = "", 0, str(failure)
     return {
         "host": host,
         "mount": mount,
-        "error": error,
+        "directory": directory,
         "hostname": os.uname().nodename,
-        "process": _PROCESS,
-        # tl.cdiv stands for Triton's own device functions, which are decorated when triton itself is imported.
-        "interpreted": not isinstance(_release_kernel, JITFunction) and not isinstance(tl.cdiv, JITFunction),
+        "process": _PROCESS_TOKEN,
+        "interpreter": _interpreter_problem(),
         "token": uuid.uuid4().hex[:16],
     }
+
+
+def _interpreter_problem() -> str | None:
+    """Why kernels cannot run under the interpreter in this process, with a remedy; None if they can."""
+    try:
+        interpreter.prepare()
+    except BackendError as error:
+        return str(error)
+    if isinstance(_release_kernel, JITFunction):
+        return "TRITON_INTERPRET was unset after triton had been imported; leave it set to 1"
+    return None
 
 
 def _problem(entries: list[dict[str, Any]]) -> str | None:
     """Why ranks with these facts cannot use the backend, with a remedy; None if they can."""
     for rank, entry in enumerate(entries):
-        if not entry["interpreted"]:
-            return (
-                f"on rank {rank} kernels were decorated for a GPU; set TRITON_INTERPRET=1 in the environment before "
-                f"triton or triton_overlap is imported"
-            )
-        if entry["error"]:
-            return f"on rank {rank} there is no usable {_DIRECTORY} ({entry['error']}); mount a tmpfs there"
+        if entry["interpreter"] is not None:
+            return f"on rank {rank}: {entry['interpreter']}"
+        if entry["directory"] is not None:
+            return f"on rank {rank} there is no usable {_DIRECTORY} ({entry['directory']}); mount a tmpfs there"
         if (entry["host"], entry["mount"]) != (entries[0]["host"], entries[0]["mount"]):
             return (
                 f"ranks 0 and {rank} do not share one {_DIRECTORY} (hosts {entries[0]['hostname']} and "

@@ -1,0 +1,489 @@
+"""Bootstrap, backend choice and the shared-memory backend, on real processes."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+from tests.distributed import run_ranks
+from triton_overlap.comm import backends
+from triton_overlap.comm.backend import CopyStream
+from triton_overlap.comm.backends import shm
+from triton_overlap.comm.bootstrap import LocalBootstrap, StoreBootstrap
+from triton_overlap.errors import BackendError, ClosedError, CommMismatchError, CommTimeoutError
+
+TIMEOUT_S = 30.0
+SEGMENT_PREFIX = "triton_overlap-"
+
+
+@triton.jit
+def _add_kernel(table_ptr: Any, peer: Any, word: Any, count: Any) -> None:
+    """Add 1 to int32 ``word`` of ``peer``'s copy, ``count`` times."""
+    target = tl.load(table_ptr + peer).to(tl.pointer_type(tl.int32)) + word
+    for _ in range(count):
+        tl.atomic_add(target, 1, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def _wait_and_sum_kernel(
+    table_ptr: Any, rank: Any, flag: Any, epoch: Any, first: Any, out_ptr: Any, N: tl.constexpr
+) -> None:
+    """Sum ``N`` int32 words from word ``first`` of the own copy as soon as word ``flag`` is ``epoch``."""
+    words = tl.load(table_ptr + rank).to(tl.pointer_type(tl.int32))
+    seen = tl.atomic_add(words + flag, 0, sem="acquire", scope="sys")
+    while seen != epoch:
+        seen = tl.atomic_add(words + flag, 0, sem="acquire", scope="sys")
+    tl.store(out_ptr, tl.sum(tl.load(words + first + tl.arange(0, N)), 0))
+
+
+@triton.jit
+def _put_kernel(table_ptr: Any, peer: Any, flag: Any, epoch: Any, first: Any, value: Any, N: tl.constexpr) -> None:
+    """Store ``value`` to ``N`` int32 words of ``peer``'s copy, then release ``epoch`` in its word ``flag``."""
+    words = tl.load(table_ptr + peer).to(tl.pointer_type(tl.int32))
+    tl.store(words + first + tl.arange(0, N), tl.full((N,), 0, tl.int32) + value)
+    tl.debug_barrier()
+    tl.atomic_xchg(words + flag, epoch, sem="release", scope="sys")
+
+
+def _segments() -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if name.startswith(SEGMENT_PREFIX)]
+
+
+def _mappings() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum(SEGMENT_PREFIX in line for line in maps)
+
+
+def _shm() -> Any:
+    return backends.create("shm", timeout_s=TIMEOUT_S)
+
+
+def _bootstrap() -> StoreBootstrap:
+    assert dist.group.WORLD is not None
+    return StoreBootstrap(dist.group.WORLD)
+
+
+# ---- bootstrap --------------------------------------------------------------------------------------------------
+
+
+def _gather_in_order() -> list[list[Any]]:
+    bootstrap = _bootstrap()
+    results = []
+    for number in range(20):
+        bootstrap.barrier(TIMEOUT_S)
+        results.append(bootstrap.all_gather_object((number, bootstrap.rank, b"\x00\xff"), TIMEOUT_S))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_all_gather_object_is_in_rank_order(world_size: int) -> None:
+    expected = [[(number, rank, b"\x00\xff") for rank in range(world_size)] for number in range(20)]
+    assert run_ranks(world_size, _gather_in_order) == [expected] * world_size
+
+
+def _missing() -> tuple[str, list[int]]:
+    bootstrap = _bootstrap()
+    bootstrap.barrier(TIMEOUT_S)
+    message = ""
+    if bootstrap.rank in (0, 2):
+        with pytest.raises(CommTimeoutError) as raised:
+            bootstrap.barrier(0.3)
+        message = str(raised.value)
+        bootstrap.all_gather_object(None, TIMEOUT_S)  # the two that were late for the barrier come for this one
+    else:
+        time.sleep(1.0)
+        bootstrap.barrier(TIMEOUT_S)
+        bootstrap.all_gather_object(None, TIMEOUT_S)
+    return message, bootstrap.all_gather_object(bootstrap.rank, TIMEOUT_S)
+
+
+def test_timeout_names_the_missing_ranks_and_later_calls_do_not_mix() -> None:
+    results = run_ranks(4, _missing)
+    for rank in (0, 2):
+        assert results[rank][0] == f"barrier number 1: rank {rank} of 4 waited 0.3 s for ranks 1, 3"
+    assert [gathered for _, gathered in results] == [[0, 1, 2, 3]] * 4
+
+
+def _different_collectives() -> None:
+    bootstrap = _bootstrap()
+    call = partial(bootstrap.all_gather_object, 1) if bootstrap.rank else bootstrap.barrier
+    with pytest.raises(CommMismatchError, match=r"collective number 0.*barrier, all_gather_object"):
+        call(TIMEOUT_S)
+    bootstrap.barrier(TIMEOUT_S)
+
+
+def test_different_collectives_are_an_error_on_every_rank() -> None:
+    run_ranks(2, _different_collectives)
+
+
+def _subgroup() -> tuple[int, list[str]] | str:
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        with pytest.raises(BackendError, match="member"):
+            StoreBootstrap(group)
+        return "outside"
+    bootstrap = StoreBootstrap(group)
+    return bootstrap.rank, bootstrap.all_gather_object(f"world rank {dist.get_rank()}", TIMEOUT_S)
+
+
+def test_subgroup_that_is_not_contiguous() -> None:
+    gathered = ["world rank 0", "world rank 2"]
+    assert run_ranks(3, _subgroup) == [(0, gathered), "outside", (1, gathered)]
+
+
+def _keys() -> list[int]:
+    group = dist.group.WORLD
+    assert group is not None
+    bootstrap = StoreBootstrap(group)
+    other = StoreBootstrap(group)
+    counts = []
+    for _ in range(3):
+        for number in range(30):
+            bootstrap.barrier(TIMEOUT_S)
+            assert other.all_gather_object(number, TIMEOUT_S) == [number] * 2
+        dist.barrier()
+        counts.append(group.get_group_store().num_keys())
+        dist.barrier()
+    return counts
+
+
+def test_store_does_not_grow() -> None:
+    for counts in run_ranks(2, _keys):
+        assert len(set(counts)) == 1, counts
+
+
+def test_local_bootstrap() -> None:
+    bootstrap = LocalBootstrap()
+    value = [1, "x"]
+    gathered = bootstrap.all_gather_object(value, 0.0)
+    bootstrap.barrier(0.0)
+    assert gathered == [value]
+    assert gathered[0] is not value
+
+
+# ---- choice -----------------------------------------------------------------------------------------------------
+
+
+def test_unknown_backend_lists_the_known() -> None:
+    with pytest.raises(ValueError, match="unknown backend 'mpi'; known are 'auto', 'cuda', 'shm'"):
+        backends.create("mpi")
+    with pytest.raises(ValueError, match="World"):
+        backends.create("sim")
+
+
+def test_failed_import_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton_overlap.comm.backends.cuda", None)
+    with pytest.raises(BackendError, match=r"cuda backend cannot be loaded: ModuleNotFoundError: .*halted"):
+        backends.create("cuda")
+
+
+def _auto() -> str:
+    backend = backends.create("auto", timeout_s=TIMEOUT_S)
+    backend.close()
+    return backend.name
+
+
+def test_auto_is_shm_without_gpus() -> None:
+    assert run_ranks(2, _auto) == ["shm", "shm"]
+
+
+def test_kernels_that_are_not_interpreted_are_refused() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = "import triton; from triton_overlap.comm import backends; backends.create('shm')"
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S * 2
+    )
+    assert "BackendError: the shm backend cannot run here" in result.stderr
+    assert "set TRITON_INTERPRET=1" in result.stderr
+
+
+def _refused(entry: str, value: Any, match: str) -> None:
+    facts = shm._facts()
+    if dist.get_rank() == 1:
+        facts[entry] = value
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shm, "_facts", lambda: facts)
+        with pytest.raises(BackendError, match=match):
+            _shm()
+
+
+@pytest.mark.parametrize(
+    "entry, value, match",
+    [
+        ("host", "another", "ranks 0 and 1 do not share one /dev/shm .* start all ranks .* on one host"),
+        ("mount", -1, "ranks 0 and 1 do not share one /dev/shm"),
+        ("directory", "gone", r"on rank 1 there is no usable /dev/shm \(gone\); mount a tmpfs"),
+    ],
+)
+def test_ranks_without_common_memory_are_refused_on_every_rank(entry: str, value: Any, match: str) -> None:
+    run_ranks(2, _refused, entry, value, match)
+
+
+# ---- shared memory ----------------------------------------------------------------------------------------------
+
+
+def _tables() -> None:
+    backend = _shm()
+    rank, world_size = backend.rank, backend.world_size
+    assert (rank, world_size) == (dist.get_rank(), dist.get_world_size())
+    assert isinstance(backend.copies, CopyStream)
+    memory = backend.symmetric_empty(5000, TIMEOUT_S)
+    assert memory.local.dtype == torch.uint8
+    assert memory.local.shape == (5000,)
+    assert not memory.local.any()
+    assert memory.table.dtype == torch.int64
+    assert memory.table.shape == (world_size,)
+    assert memory.table[rank] == memory.local.data_ptr()
+    assert not (memory.table % 1024).any()
+    assert len(set(memory.table.tolist())) == world_size
+    memory.local.fill_(rank + 1)
+    backend.barrier(TIMEOUT_S)
+    for peer, address in enumerate(memory.table.tolist()):
+        assert set(ctypes.string_at(address, 5000)) == {peer + 1}
+    backend.barrier(TIMEOUT_S)
+    # Each peer stores to its own word of everybody's copy; words of other ranks keep what they had.
+    for peer in range(world_size):
+        _put_kernel[(1,)](memory.table, peer, 1000 + rank, rank - 5, 16 * rank, 100 * rank + peer, N=16)
+    backend.barrier(TIMEOUT_S)
+    words = memory.local.view(torch.int32)
+    for source in range(world_size):
+        assert words[16 * source : 16 * source + 16].tolist() == [100 * source + rank] * 16
+        assert words[1000 + source] == source - 5
+    assert words[16 * world_size] == (rank + 1) * 0x01010101
+    backend.barrier(TIMEOUT_S)
+    assert _mappings() == world_size
+    backend.free(memory)
+    del memory, words
+    gc.collect()
+    assert _mappings() == 0
+    backend.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_rank_reaches_every_copy(world_size: int) -> None:
+    run_ranks(world_size, _tables)
+
+
+def test_shm_without_torch_distributed() -> None:
+    backend = backends.create("shm")
+    memory = backend.symmetric_empty(64, 1.0)
+    _add_kernel[(1,)](memory.table, 0, 3, 7)
+    assert memory.local.view(torch.int32)[3] == 7
+    backend.close()
+
+
+def _count(count: int) -> int:
+    backend = _shm()
+    memory = backend.symmetric_empty(64, TIMEOUT_S)
+    _add_kernel[(1,)](memory.table, 0, 3, count)
+    backend.barrier(TIMEOUT_S)
+    total = int(memory.local.view(torch.int32)[3])
+    backend.close()
+    return total
+
+
+def test_atomics_of_several_processes_lose_nothing() -> None:
+    assert run_ranks(3, _count, 400) == [1200, 0, 0]
+
+
+def _hand_over(rounds: int) -> None:
+    """A token goes round the ranks; every hand-over carries 64 words, by kernel and by copy in turn."""
+    backend = _shm()
+    rank, world_size = backend.rank, backend.world_size
+    memory = backend.symmetric_empty(4096, TIMEOUT_S)
+    total = torch.zeros(1, dtype=torch.int32)
+    following = (rank + 1) % world_size
+    for epoch in range(1, rounds + 1):
+        first = 64 * (epoch % 2)
+        if rank > 0 or epoch > 1:
+            expected = epoch if rank > 0 else epoch - 1
+            place = first if rank > 0 else 64 - first
+            _wait_and_sum_kernel[(1,)](memory.table, rank, 1000, expected, place, total, N=64)
+            assert total.item() == 64 * expected
+        if epoch % 2:
+            _put_kernel[(1,)](memory.table, following, 1000, epoch, first, epoch, N=64)
+        else:
+            backend.copies.begin()
+            source = torch.full((8, 8), epoch, dtype=torch.int32)
+            backend.copies.push(memory, following, 4 * first, source, 4000, epoch)
+            backend.copies.end()
+    backend.barrier(TIMEOUT_S)
+    backend.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_data_is_there_when_its_flag_is(world_size: int) -> None:
+    run_ranks(world_size, _hand_over, 40)
+
+
+def _push_types() -> list[Any]:
+    backend = _shm()
+    memory = backend.symmetric_empty(1024, TIMEOUT_S)
+    peer = 1 - backend.rank
+    source = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3) + 10 * backend.rank
+    with pytest.raises(ValueError, match=r"contiguous, got shape \[3, 2\]"):
+        backend.copies.push(memory, peer, 0, source.t(), 512, 1)
+    backend.copies.push(memory, peer, 32, source, 512, -(2**31))
+    backend.copies.push(memory, peer, 0, source[:0], 516, 5)  # an empty chunk is announced all the same
+    backend.barrier(TIMEOUT_S)
+    received = memory.local[32:44].view(torch.bfloat16).tolist()
+    flags = memory.local[512:520].view(torch.int32).tolist()
+    assert not memory.local[:32].any()
+    assert not memory.local[44:512].any()
+    backend.close()
+    return [received, flags]
+
+
+def test_push_of_other_types_and_of_nothing() -> None:
+    flags = [-(2**31), 5]
+    assert run_ranks(2, _push_types) == [[[10, 11, 12, 13, 14, 15], flags], [[0, 1, 2, 3, 4, 5], flags]]
+
+
+def _different_sizes() -> None:
+    backend = _shm()
+    with pytest.raises(ValueError, match=r"different sizes of one .* by rank: \[100, 101, 102\]"):
+        backend.symmetric_empty(100 + backend.rank, TIMEOUT_S)
+    with pytest.raises(ValueError, match="at least one byte, got 0"):
+        backend.symmetric_empty(0, TIMEOUT_S)
+    backend.symmetric_empty(100, TIMEOUT_S)
+    backend.close()
+
+
+def test_different_sizes_are_an_error_on_every_rank() -> None:
+    run_ranks(3, _different_sizes)
+    assert _segments() == []
+
+
+def _too_large(num_bytes: int) -> None:
+    backend = _shm()
+    with pytest.raises(BackendError, match=f"cannot reserve {num_bytes} bytes in /dev/shm .*No space left"):
+        backend.symmetric_empty(num_bytes, TIMEOUT_S)
+    backend.symmetric_empty(100, TIMEOUT_S)
+    backend.close()
+
+
+def test_more_than_the_file_system_holds_is_an_error() -> None:
+    statistics = os.statvfs("/dev/shm")
+    size = statistics.f_blocks * statistics.f_frsize
+    if size == 0:
+        pytest.skip("/dev/shm is unlimited here")
+    run_ranks(2, _too_large, size + 4096)
+    assert _segments() == []
+
+
+def _full_on_one_rank() -> None:
+    backend = _shm()
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if backend.rank == 1:
+            patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(BackendError, match=r"failed on rank 1: cannot reserve 4096 bytes .* make it larger"):
+            backend.symmetric_empty(4096, TIMEOUT_S)
+    backend.symmetric_empty(4096, TIMEOUT_S)
+    backend.close()
+
+
+def test_one_rank_without_room_is_an_error_on_every_rank() -> None:
+    run_ranks(3, _full_on_one_rank)
+    assert _segments() == []
+
+
+def _no_names_left() -> list[str]:
+    backend = _shm()
+    memory = backend.symmetric_empty(4096, TIMEOUT_S)
+    backend.barrier(TIMEOUT_S)
+    names = _segments()
+    backend.barrier(TIMEOUT_S)
+    if backend.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    memory.local.fill_(1)
+    backend.close()
+    return names
+
+
+def test_killed_rank_leaves_no_segment() -> None:
+    assert run_ranks(2, _no_names_left, killed=[1]) == [[], None]
+    assert _segments() == []
+
+
+def _killed_while_allocating() -> str:
+    backend = _shm()
+    if backend.rank == 1:
+        shm._map = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    with pytest.raises(CommTimeoutError) as raised:
+        backend.symmetric_empty(4096, 1.0)
+    backend.close()
+    return str(raised.value)
+
+
+def test_rank_killed_while_allocating_leaves_no_segment() -> None:
+    message, _ = run_ranks(2, _killed_while_allocating, killed=[1])
+    assert "waited 1 s for rank 1" in message
+    assert _segments() == []
+
+
+def _clock() -> None:
+    def ticking() -> bool:
+        return any(thread.name == "shm clock" for thread in threading.enumerate())
+
+    def now() -> int:
+        return ctypes.c_int64.from_address(first.clock_address).value
+
+    first, second = _shm(), _shm()
+    assert first.clock_address == second.clock_address
+    before, start = now(), time.monotonic_ns()
+    assert abs(before - start) < 1_000_000_000
+    time.sleep(0.1)
+    assert 50_000_000 < now() - before < 2_000_000_000
+    first.close()
+    first.close()
+    assert ticking()
+    second.close()
+    deadline = time.monotonic() + 5
+    while ticking() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not ticking()
+    with pytest.raises(ClosedError):
+        second.barrier(1.0)
+    third = _shm()
+    before = now()
+    time.sleep(0.1)
+    assert now() > before
+    third.close()
+
+
+def test_clock_ticks_while_a_backend_is_open() -> None:
+    run_ranks(1, _clock)
+
+
+def _local_memory() -> None:
+    backend = _shm()
+    assert not backend.local_zeros(100).any()
+    words = backend.host_words(4)
+    assert words.dtype == torch.int64
+    assert words.tolist() == [0, 0, 0, 0]
+    backend.wait_event(backend.record_event())
+    backend.synchronize()
+    backend.close()
+
+
+def test_local_memory_is_zero_and_events_order_nothing() -> None:
+    run_ranks(1, _local_memory)
