@@ -150,7 +150,7 @@ def draw(results: Results, path: Path) -> None:
     figure = Figure(figsize=(5.5 * len(operations), 4), layout="constrained")
     panels = figure.subplots(1, len(operations), squeeze=False)[0]
     for axes, operation in zip(panels, operations, strict=True):
-        rows = [row for row in results.rows if row.operation == operation]
+        rows = sorted((row for row in results.rows if row.operation == operation), key=lambda row: row.tokens)
         for name, title in TITLES.items():
             points = [(row.tokens, ratio) for row in rows if (ratio := row.ratio(name, "gemm")) is not None]
             if points:

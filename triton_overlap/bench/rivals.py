@@ -13,6 +13,10 @@ from torch import Tensor
 import triton_overlap as to
 from triton_overlap.bench.problems import Inputs, Operation, Problem
 
+# Newer releases of torch rename the two collectives on single tensors; the oldest supported one has only the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 #: One call: a rank's operands to a rank's result.
 Run = Callable[[Inputs], Tensor]
 
@@ -74,12 +78,12 @@ class CollectiveThenGemm:
 
         def all_gather_matmul(inputs: Inputs) -> Tensor:
             gathered = inputs.a.new_empty(inputs.a.shape[0] * world_size, inputs.a.shape[1])
-            dist.all_gather_into_tensor(gathered, inputs.a)
+            _all_gather(gathered, inputs.a)
             return gathered @ inputs.b
 
         def matmul_reduce_scatter(inputs: Inputs) -> Tensor:
             out = inputs.a.new_empty(problem.out_shape)
-            dist.reduce_scatter_tensor(out, inputs.a @ inputs.b)
+            _reduce_scatter(out, inputs.a @ inputs.b)
             return out
 
         return all_gather_matmul if problem.operation is Operation.ALL_GATHER_MATMUL else matmul_reduce_scatter

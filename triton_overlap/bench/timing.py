@@ -45,12 +45,10 @@ class Timing:
     @classmethod
     def of(cls, samples: list[Sample]) -> Timing:
         device = [sample.device_ms for sample in samples]
-        return cls(
-            statistics.median(device),
-            min(device),
-            max(device),
-            statistics.median(sample.host_ms for sample in samples),
-        )
+        host = [sample.host_ms for sample in samples]
+        figures = statistics.median(device), min(device), max(device), statistics.median(host)
+        # Ten nanoseconds are finer than an event's resolution.
+        return cls(*(round(figure, 5) for figure in figures))
 
 
 class Timer(Protocol):

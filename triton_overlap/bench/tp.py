@@ -58,7 +58,7 @@ def _poison(problem: Problem, rival: Rival, inputs: Inputs) -> None:
 
 
 @dataclass(frozen=True)
-class _Bench:
+class Bench:
     """What one rank keeps during a run."""
 
     group: to.Group
@@ -168,7 +168,7 @@ def run(settings: Settings, console: Console) -> Results | None:
     try:
         problems = tensor_parallel_problems(settings.tokens, settings.k, settings.n, group.world_size, settings.dtype)
         link_gbps = _link_gbps(group)
-        bench = _Bench(group, all_rivals(group, max(settings.tokens)), settings, link_gbps)
+        bench = Bench(group, all_rivals(group, max(settings.tokens)), settings, link_gbps)
         rows = []
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, disable=rank != 0) as progress:
