@@ -2,11 +2,14 @@
 
 A user buffer of capacity ``[max_tokens, hidden]`` is one symmetric allocation:
 
-    region     type and shape                          written by            meaning
-    headers    int64 [2, world_size, 4]                every peer            opening header of a call, by slot and source
-    aborts     int64 [world_size, 8]                   every peer            a failure that a peer reports
-    flags      int32 [2, world_size, flags_per_source] every peer            epoch of the data a flag announces
-    data       dtype [2, max_tokens, hidden]           every peer            the two slots
+    region   type and shape                           written by  meaning
+    headers  int64 [2, world_size, 4]                 every peer  opening header of a call, by slot and source
+    flags    int32 [2, world_size, flags_per_source]  every peer  epoch of the data that a flag announces
+    data     dtype [2, max_tokens, hidden]            every peer  the two slots
+
+A group has one more, its control block: int64 ``[world_size + 1, 8]``, row r a failure that rank r reports, and word 0 of
+the last row the notice that somebody failed (the failing rank + 1). It is the group's, so that a failure on one buffer
+ends waits on every other.
 
 Slot ``epoch % 2`` serves the call with that epoch. Flags and headers have slots of their own for the same reason that
 data has (comm/README.md).
@@ -26,7 +29,7 @@ ALIGNMENT = 1024
 FLAG_TILE = 16
 #: int64 words of a header: token count, N, K, operation code; the epoch is the upper half of each.
 HEADER_WORDS = 4
-#: int64 words of an abort message and of a failure record.
+#: int64 words of a failure record, in host memory and in the control block.
 RECORD_WORDS = 8
 #: int32 words of the local state that a call's programs share.
 STATE_WORDS = 16
@@ -38,18 +41,18 @@ class TableWord(IntEnum):
     RANK = 0
     WORLD_SIZE = 1
     HEADERS = 2  # byte offset in the symmetric allocation
-    ABORTS = 3  # byte offset
-    FLAGS = 4  # byte offset
-    DATA = 5  # byte offset
-    SLOT_BYTES = 6
-    FLAGS_PER_SOURCE = 7
-    STATE = 8  # address of int32[STATE_WORDS], this device only
-    STAGING = 9  # address of dtype[max_tokens, hidden], this device only
-    STAGED = 10  # address of int32[world_size, flags_per_source], this device only
-    RECORD = 11  # address of int64[RECORD_WORDS] in host memory
-    CLOCK = 12  # address of an int64 word of nanoseconds, or 0 for the hardware timer
-    TIMEOUT_NS = 13
-    PEERS = 16  # address of rank 0's copy; rank r's is word PEERS + r
+    FLAGS = 3  # byte offset
+    DATA = 4  # byte offset
+    SLOT_BYTES = 5
+    FLAGS_PER_SOURCE = 6
+    STATE = 7  # address of int32[STATE_WORDS], this device only
+    STAGING = 8  # address of dtype[max_tokens, hidden], this device only
+    STAGED = 9  # address of int32[world_size, flags_per_source], this device only
+    RECORD = 10  # address of int64[RECORD_WORDS] in host memory
+    CLOCK = 11  # address of an int64 word of nanoseconds, or 0 for the hardware timer
+    TIMEOUT_NS = 12
+    PEERS = 16  # address of rank 0's copy of the buffer; rank r's is word PEERS + r
+    # Behind the world_size peers, at PEERS + world_size + r: the address of rank r's control block.
 
 
 class StateWord(IntEnum):
@@ -57,7 +60,6 @@ class StateWord(IntEnum):
 
     TASK = 0  # next task to hand out; back to 0 when the call ends
     DONE = 1  # programs that have finished; back to 0 when the call ends
-    FAILED = 2  # 0, or 1 from the first failure until the group recovers
 
 
 def _aligned(num_bytes: int) -> int:
@@ -74,8 +76,8 @@ class BufferLayout:
         hidden: columns.
         itemsize: bytes of an element.
 
-    Numeric example: world_size 2, max_tokens 64, hidden 32, itemsize 2 gives 128 bytes of headers in one region of 1024,
-    ``flags_per_source`` 2 * 2 = 4, slots of 4096 bytes, and ``num_bytes`` 3 * 1024 + 2 * 4096 = 11264.
+    Numeric example: world_size 2, max_tokens 64, hidden 32, itemsize 2 gives 128 bytes of headers in a region of 1024,
+    ``flags_per_source`` 32, slots of 4096 bytes, and ``num_bytes`` 2 * 1024 + 2 * 4096 = 10240.
     """
 
     world_size: int
@@ -85,9 +87,9 @@ class BufferLayout:
 
     @property
     def flags_per_source(self) -> int:
-        """Flags a source can set in one slot: one for each FLAG_TILE x FLAG_TILE tile of its largest chunk."""
+        """Flags a source can set in one slot: one a row, or one a FLAG_TILE x FLAG_TILE tile, of its largest chunk."""
         chunk = self.max_tokens // self.world_size
-        return -(-chunk // FLAG_TILE) * -(-self.hidden // FLAG_TILE)
+        return max(chunk, -(-chunk // FLAG_TILE) * -(-self.hidden // FLAG_TILE))
 
     @property
     def slot_bytes(self) -> int:
@@ -98,12 +100,8 @@ class BufferLayout:
         return 0
 
     @property
-    def aborts(self) -> int:
-        return self.headers + _aligned(2 * self.world_size * HEADER_WORDS * 8)
-
-    @property
     def flags(self) -> int:
-        return self.aborts + _aligned(self.world_size * RECORD_WORDS * 8)
+        return self.headers + _aligned(2 * self.world_size * HEADER_WORDS * 8)
 
     @property
     def data(self) -> int:
@@ -134,3 +132,8 @@ class BufferLayout:
     def data_offset(self, slot: int, row: int) -> int:
         """Byte offset of ``row`` in ``slot``."""
         return self.data + slot * self.slot_bytes + row * self.hidden * self.itemsize
+
+
+def control_bytes(world_size: int) -> int:
+    """Symmetric bytes of a group's control block."""
+    return _aligned((world_size + 1) * RECORD_WORDS * 8)

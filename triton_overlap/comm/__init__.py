@@ -1,0 +1,1 @@
+"""Symmetric memory, signals and groups. Knows no GEMM and no experts; README.md beside this has the protocol."""

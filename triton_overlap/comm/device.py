@@ -1,0 +1,350 @@
+"""Device functions for Triton kernels: headers, flags, bounded waits, failure. The only file that spins.
+
+Every function takes ``buffer_ptr``, the int64 table of a user buffer (:class:`triton_overlap.comm.layout.TableWord`).
+An *epoch* is an int32; flags and headers are accepted only when they carry the epoch of the call, by equality, so a
+wrapped epoch is harmless. The protocol and its proofs are in ``comm/README.md``; the arguments that a single line
+relies on stand at that line.
+
+What the primitives guarantee
+    ``release_flag``   everything this program stored before it, by all its threads, is visible to whoever sees the flag
+                       with ``wait_flags``. Not so for descriptor (TMA) stores, which are asynchronous.
+    ``wait_flags``     when it returns 1, plain loads and descriptor loads of this program see what was stored before each
+                       flag was released.
+    ``wait_headers``   when it returns 1, the peers in question run the same operation on the same shapes in this epoch.
+
+A wait returns 0 after a failure: another rank's, another program's, or its own deadline. The program must then announce
+nothing more, take no more tasks and go to ``finish_call``.
+"""
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+from .layout import HEADER_WORDS as _HEADER_WORDS
+from .layout import RECORD_WORDS as _RECORD_WORDS
+from .layout import StateWord, TableWord
+
+RANK = tl.constexpr(int(TableWord.RANK))
+WORLD_SIZE = tl.constexpr(int(TableWord.WORLD_SIZE))
+HEADERS = tl.constexpr(int(TableWord.HEADERS))
+FLAGS = tl.constexpr(int(TableWord.FLAGS))
+DATA = tl.constexpr(int(TableWord.DATA))
+SLOT_BYTES = tl.constexpr(int(TableWord.SLOT_BYTES))
+FLAGS_PER_SOURCE = tl.constexpr(int(TableWord.FLAGS_PER_SOURCE))
+STATE = tl.constexpr(int(TableWord.STATE))
+STAGING = tl.constexpr(int(TableWord.STAGING))
+STAGED = tl.constexpr(int(TableWord.STAGED))
+RECORD = tl.constexpr(int(TableWord.RECORD))
+CLOCK = tl.constexpr(int(TableWord.CLOCK))
+TIMEOUT_NS = tl.constexpr(int(TableWord.TIMEOUT_NS))
+PEERS = tl.constexpr(int(TableWord.PEERS))
+TASK = tl.constexpr(int(StateWord.TASK))
+DONE = tl.constexpr(int(StateWord.DONE))
+HEADER_WORDS = tl.constexpr(_HEADER_WORDS)
+RECORD_WORDS = tl.constexpr(_RECORD_WORDS)
+
+#: True where kernels run under Triton's interpreter, which has no inline assembly and no hardware timer.
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+#: Polls of a flag between two looks at the clock and the failure notice. A look costs as much as a poll, so on a GPU
+#: they are rare; under the interpreter every poll looks, so that a simulated schedule meets each of them.
+POLLS_BETWEEN_LOOKS = tl.constexpr(1 if knobs.runtime.interpret else 64)
+
+TIMEOUT = tl.constexpr(1)
+MISMATCH = tl.constexpr(2)
+AT_HEADER = tl.constexpr(1)
+AT_DATA = tl.constexpr(2)
+AT_STAGING = tl.constexpr(3)
+
+
+@triton.jit
+def peer_address(buffer_ptr, peer):
+    """Address (int64) of ``peer``'s copy of the buffer."""
+    return tl.load(buffer_ptr + PEERS + peer)
+
+
+@triton.jit
+def control_ptr(buffer_ptr, peer):
+    """``peer``'s control block, int64 words."""
+    world_size = tl.load(buffer_ptr + WORLD_SIZE)
+    return tl.load(buffer_ptr + PEERS + world_size + peer).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def slot_address(buffer_ptr, peer, epoch):
+    """Address (int64) of the data slot of ``epoch`` in ``peer``'s copy."""
+    slot = (epoch & 1).to(tl.int64)
+    return peer_address(buffer_ptr, peer) + tl.load(buffer_ptr + DATA) + slot * tl.load(buffer_ptr + SLOT_BYTES)
+
+
+@triton.jit
+def flags_ptr(buffer_ptr, peer, source, epoch):
+    """The int32 flags that ``source`` sets in ``peer``'s copy in the slot of ``epoch``."""
+    slot = (epoch & 1).to(tl.int64)
+    row = slot * tl.load(buffer_ptr + WORLD_SIZE) + source
+    address = peer_address(buffer_ptr, peer) + tl.load(buffer_ptr + FLAGS)
+    return address.to(tl.pointer_type(tl.int32)) + row * tl.load(buffer_ptr + FLAGS_PER_SOURCE)
+
+
+@triton.jit
+def staged_ptr(buffer_ptr, owner):
+    """The int32 flags, local to this device, of tiles staged for ``owner``."""
+    flags = tl.load(buffer_ptr + STAGED).to(tl.pointer_type(tl.int32))
+    return flags + owner.to(tl.int64) * tl.load(buffer_ptr + FLAGS_PER_SOURCE)
+
+
+@triton.jit
+def claim_task(buffer_ptr):
+    """The next task of this call, each number handed out once. Announces nothing, so relaxed is enough."""
+    state = tl.load(buffer_ptr + STATE).to(tl.pointer_type(tl.int32))
+    return tl.atomic_add(state + TASK, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def failure_noticed(buffer_ptr):
+    """The rank that failed first as seen here, plus 1; 0 while all is well."""
+    notice = control_ptr(buffer_ptr, tl.load(buffer_ptr + RANK)) + tl.load(buffer_ptr + WORLD_SIZE) * RECORD_WORDS
+    return tl.atomic_add(notice, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def release_flag(flag_ptr, epoch):
+    """Announce, at system scope, all that this program has stored: see the module's page."""
+    # The atomic is one thread's; without the barrier the other threads' stores could still be on their way.
+    tl.debug_barrier()
+    tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def release_staged(flag_ptr, epoch):
+    """As ``release_flag``, for readers on this device."""
+    tl.debug_barrier()
+    tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="gpu")
+
+
+@triton.jit
+def now_ns(buffer_ptr):
+    """Nanoseconds of the hardware timer, or of the backend's clock word under the interpreter."""
+    if INTERPRETED:
+        clock = tl.load(buffer_ptr + CLOCK).to(tl.pointer_type(tl.int64))
+        return tl.atomic_add(clock, 0, sem="relaxed", scope="sys")
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _acquired():
+    """Order every thread of the program, and its descriptor loads, after an acquire that one thread performed."""
+    tl.debug_barrier()
+    if not INTERPRETED:
+        # A peer wrote through the generic proxy; TMA reads through the async proxy.
+        tl.inline_asm_elementwise(
+            "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def drain_descriptor_stores():
+    """Wait until this program's descriptor stores are complete, not only read out of shared memory."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _record(kind, operation, place, rank, peer, epoch, index, expected, seen):
+    """The eight words of a failure record; word 0 is never 0. Decoded by ``comm.signals.decode_record``."""
+    lane = tl.arange(0, RECORD_WORDS)
+    value = tl.where(lane == 0, kind | (operation.to(tl.int64) << 8) | (place << 40), 0)
+    value = tl.where(lane == 1, rank + 1, value)
+    value = tl.where(lane == 2, peer, value)
+    value = tl.where(lane == 3, epoch, value)
+    value = tl.where(lane == 4, index, value)
+    value = tl.where(lane == 5, expected, value)
+    value = tl.where(lane == 6, seen, value)
+    return value
+
+
+@triton.jit
+def _publish_record(record_ptr, value):
+    """Write a record so that a reader that sees word 0 sees the rest."""
+    lane = tl.arange(0, RECORD_WORDS)
+    tl.store(record_ptr + lane, value, mask=lane > 0)
+    tl.debug_barrier()
+    tl.atomic_xchg(record_ptr, tl.sum(tl.where(lane == 0, value, 0)), sem="release", scope="sys")
+
+
+@triton.jit
+def fail(buffer_ptr, kind, operation, place, peer, epoch, index, expected, seen):
+    """Report a failure of this rank, unless one is known already: to the host, and to every peer."""
+    rank = tl.load(buffer_ptr + RANK)
+    world_size = tl.load(buffer_ptr + WORLD_SIZE)
+    notice = control_ptr(buffer_ptr, rank) + world_size * RECORD_WORDS
+    if tl.atomic_cas(notice, tl.full((), 0, tl.int64), rank + 1, sem="acq_rel", scope="sys") == 0:
+        value = _record(kind, operation, place, rank, peer, epoch, index, expected, seen)
+        _publish_record(tl.load(buffer_ptr + RECORD).to(tl.pointer_type(tl.int64)), value)
+        for step in range(1, world_size):
+            other = control_ptr(buffer_ptr, (rank + step) % world_size)
+            _publish_record(other + rank * RECORD_WORDS, value)
+            # The first notice stays: its record is the cause, later ones are consequences.
+            tl.atomic_cas(
+                other + world_size * RECORD_WORDS, tl.full((), 0, tl.int64), rank + 1, sem="acq_rel", scope="sys"
+            )
+
+
+@triton.jit
+def _relay_record(buffer_ptr, reporter):
+    """Copy what ``reporter`` wrote into this rank's control block to this rank's host."""
+    lane = tl.arange(0, RECORD_WORDS)
+    source = control_ptr(buffer_ptr, tl.load(buffer_ptr + RANK)) + reporter * RECORD_WORDS
+    _publish_record(
+        tl.load(buffer_ptr + RECORD).to(tl.pointer_type(tl.int64)), tl.load(source + lane, volatile=True)
+    )
+
+
+@triton.jit
+def send_headers(buffer_ptr, epoch, tokens, n, k, operation):
+    """Open a call: tell every peer the epoch, the token count, N, K and the operation.
+
+    Each word carries the epoch in its upper half and is stored atomically, so that no order among them is needed.
+    """
+    rank = tl.load(buffer_ptr + RANK)
+    world_size = tl.load(buffer_ptr + WORLD_SIZE)
+    row = (epoch & 1).to(tl.int64) * world_size + rank
+    lane = tl.arange(0, HEADER_WORDS)
+    for step in range(1, world_size):
+        header = peer_address(buffer_ptr, (rank + step) % world_size) + tl.load(buffer_ptr + HEADERS)
+        header_ptr = header.to(tl.pointer_type(tl.int64)) + row * HEADER_WORDS + lane
+        tl.atomic_xchg(header_ptr, _header(epoch, tokens, n, k, operation), sem="release", scope="sys")
+
+
+@triton.jit
+def _header(epoch, tokens, n, k, operation):
+    lane = tl.arange(0, HEADER_WORDS)
+    value = tl.where(lane == 0, tokens, tl.where(lane == 1, n, tl.where(lane == 2, k, operation)))
+    return (epoch.to(tl.int64) << 32) | value.to(tl.int64)
+
+
+@triton.jit
+def wait_headers(buffer_ptr, first, last, epoch, tokens, n, k, operation):
+    """Wait for the headers of the ranks ``first`` to ``last - 1`` steps after this one, and compare them.
+
+    Returns 1 when all agree, else 0. Passing it for every peer is what proves that all peers have finished the call
+    before this one (comm/README.md), so every call does so before it ends, also with nothing to receive.
+    """
+    rank = tl.load(buffer_ptr + RANK)
+    world_size = tl.load(buffer_ptr + WORLD_SIZE)
+    lane = tl.arange(0, HEADER_WORDS)
+    expected = _header(epoch, tokens, n, k, operation)
+    ok = tl.full((), 1, tl.int32)
+    for step in range(first, last):
+        if ok == 1:
+            peer = (rank + step) % world_size
+            address = peer_address(buffer_ptr, rank) + tl.load(buffer_ptr + HEADERS)
+            row = (epoch & 1).to(tl.int64) * world_size + peer
+            header_ptr = address.to(tl.pointer_type(tl.int64)) + row * HEADER_WORDS + lane
+            seen = tl.atomic_add(header_ptr, tl.zeros_like(expected), sem="acquire", scope="sys")
+            polls = tl.full((), 0, tl.int32)
+            start = now_ns(buffer_ptr)
+            while (ok == 1) & (tl.sum(((seen >> 32) != epoch).to(tl.int32)) > 0):
+                seen = tl.atomic_add(header_ptr, tl.zeros_like(expected), sem="acquire", scope="sys")
+                polls += 1
+                if polls % POLLS_BETWEEN_LOOKS == 0:
+                    if failure_noticed(buffer_ptr) != 0:
+                        ok = tl.full((), 0, tl.int32)
+                    elif now_ns(buffer_ptr) - start > tl.load(buffer_ptr + TIMEOUT_NS):
+                        fail(
+                            buffer_ptr, TIMEOUT, operation, AT_HEADER, peer, epoch, step,
+                            tokens, tl.sum(tl.where(lane == 0, seen, 0)),
+                        )  # fmt: skip
+                        ok = tl.full((), 0, tl.int32)
+            if ok == 1:
+                differs = tl.max(tl.where(seen != expected, lane, -1))
+                if differs >= 0:
+                    # Name the first word that differs: the token count before N, K and the operation.
+                    word = tl.min(tl.where(seen != expected, lane, HEADER_WORDS))
+                    fail(
+                        buffer_ptr, MISMATCH, operation, AT_HEADER, peer, epoch, word,
+                        tl.sum(tl.where(lane == word, expected, 0)), tl.sum(tl.where(lane == word, seen, 0)),
+                    )  # fmt: skip
+                    ok = tl.full((), 0, tl.int32)
+    return ok
+
+
+@triton.jit
+def wait_flags(buffer_ptr, flag_ptr, first, count, epoch, operation, place, peer, LANES: tl.constexpr):
+    """Wait until the flags ``first`` to ``first + count - 1`` (at most LANES of them) carry ``epoch``.
+
+    Returns 1, or 0 after a failure. Call it outside the K loop, at most once a tile.
+    """
+    lane = tl.arange(0, LANES)
+    pointers = flag_ptr + first + lane
+    mask = lane < count
+    zero = tl.zeros((LANES,), tl.int32)
+    seen = tl.atomic_add(pointers, zero, mask=mask, sem="acquire", scope="sys")
+    late = tl.where(mask & (seen != epoch), 1, 0)
+    ok = tl.full((), 1, tl.int32)
+    if tl.sum(late) > 0:
+        polls = tl.full((), 0, tl.int32)
+        start = now_ns(buffer_ptr)
+        while (ok == 1) & (tl.sum(late) > 0):
+            seen = tl.atomic_add(pointers, zero, mask=mask, sem="acquire", scope="sys")
+            late = tl.where(mask & (seen != epoch), 1, 0)
+            polls += 1
+            if polls % POLLS_BETWEEN_LOOKS == 0:
+                if failure_noticed(buffer_ptr) != 0:
+                    ok = tl.full((), 0, tl.int32)
+                elif now_ns(buffer_ptr) - start > tl.load(buffer_ptr + TIMEOUT_NS):
+                    missing = tl.min(tl.where(late > 0, lane, LANES))
+                    fail(
+                        buffer_ptr, TIMEOUT, operation, place, peer, epoch, first + missing,
+                        epoch, tl.sum(tl.where(lane == missing, seen, 0)),
+                    )  # fmt: skip
+                    ok = tl.full((), 0, tl.int32)
+    _acquired()
+    return ok
+
+
+@triton.jit
+def finish_call(buffer_ptr):
+    """End this program's part of a call. Returns 1 in the last program to end it, after all others.
+
+    The last one hands the counters back for the next call, which starts after this launch on the same stream.
+    """
+    drain_descriptor_stores()
+    tl.debug_barrier()
+    state = tl.load(buffer_ptr + STATE).to(tl.pointer_type(tl.int32))
+    # acq_rel: whatever the other programs stored and claimed happens before what the last one does.
+    done = tl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu")
+    last = done == tl.num_programs(0) - 1
+    if last:
+        tl.debug_barrier()
+        tl.atomic_xchg(state + TASK, 0, sem="relaxed", scope="gpu")
+        tl.atomic_xchg(state + DONE, 0, sem="relaxed", scope="gpu")
+    return last
+
+
+@triton.jit
+def poison_after_failure(buffer_ptr, out_ptr, numel, BLOCK: tl.constexpr):
+    """In the last program of a call: if the call failed, tell the host and fill the contiguous output of ``numel``
+    (int64) elements with NaN."""
+    reporter = failure_noticed(buffer_ptr)
+    if reporter != 0:
+        rank = tl.load(buffer_ptr + RANK)
+        if reporter != rank + 1:
+            tl.debug_barrier()
+            _relay_record(buffer_ptr, reporter - 1)
+        lane = tl.arange(0, BLOCK).to(tl.int64)
+        value = tl.full((BLOCK,), float("nan"), out_ptr.dtype.element_ty)
+        for start in range(0, numel, BLOCK):
+            offset = start + lane
+            tl.store(out_ptr + offset, value, mask=offset < numel)
+
+
+@triton.jit
+def stop_tasks(buffer_ptr):
+    """Hand out no further task of this call: a program that fails ends the work of the others this way."""
+    state = tl.load(buffer_ptr + STATE).to(tl.pointer_type(tl.int32))
+    tl.atomic_max(state + TASK, 1 << 30, sem="relaxed", scope="gpu")

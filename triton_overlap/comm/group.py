@@ -1,0 +1,212 @@
+"""A group of ranks: its backend, its control block, its buffers, and its failures."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from ..errors import ClosedError, CommError, GroupBrokenError
+from .backend import Backend, SymmetricMemory
+from .layout import RECORD_WORDS, control_bytes
+from .signals import RecordReader, decode_record, error_for
+from .user_buffers import UserBuffer
+
+_names = itertools.count()
+_allocations = itertools.count()
+_allocations_made = 0
+
+
+def symmetric_allocations() -> int:
+    """Symmetric allocations this process has made so far, over all groups."""
+    return _allocations_made
+
+
+class Group:
+    """Ranks that communicate; made by :func:`init_group`, or by ``sim.World`` for its ranks.
+
+    Args:
+        backend: where it runs (comm/backend.py).
+        timeout_s: seconds after which a wait, on the device or between hosts, gives up.
+        check: when a failed call raises: ``"sync"`` in the call itself, after a synchronisation; ``"async"`` at the next
+            call into the library, without one. By default ``"sync"`` where kernels are interpreted.
+
+    Attributes:
+        broken: the error that broke the group, or None.
+    """
+
+    def __init__(self, backend: Backend, *, timeout_s: float = 300.0, check: str | None = None) -> None:
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive seconds, got {timeout_s}")
+        if check not in (None, "sync", "async"):
+            raise ValueError(f'check must be "sync", "async" or None, got {check!r}')
+        self.backend = backend
+        self.timeout_s = float(timeout_s)
+        self.check_mode = check or ("sync" if backend.interpreted else "async")
+        self.name = f"group{next(_names)}"
+        self.broken: CommError | None = None
+        self.closed = False
+        self._buffers: dict[tuple[Any, ...], UserBuffer] = {}
+        self._record = RecordReader(backend.host_words(RECORD_WORDS))
+        self._control = self.symmetric_empty(control_bytes(self.world_size))
+
+    @property
+    def rank(self) -> int:
+        return self.backend.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.backend.world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.backend.device
+
+    @property
+    def control_table(self) -> torch.Tensor:
+        """int64 [world_size], the addresses of the control blocks."""
+        return self._control.table
+
+    @property
+    def record_words(self) -> torch.Tensor:
+        """int64 [RECORD_WORDS] in host memory; kernels write a failure here."""
+        return self._record.words
+
+    def barrier(self) -> None:
+        """Return once every rank's host has called it."""
+        self.backend.barrier(self.timeout_s)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's picklable ``value``, in rank order."""
+        return self.backend.all_gather_object(value, self.timeout_s)
+
+    def symmetric_empty(self, num_bytes: int) -> SymmetricMemory:
+        """Collective: zero-filled symmetric memory, counted by :func:`symmetric_allocations`."""
+        global _allocations_made
+        memory = self.backend.symmetric_empty(num_bytes, self.timeout_s)
+        _allocations_made = next(_allocations) + 1
+        return memory
+
+    def user_buffer(self, max_tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> UserBuffer:
+        """The group's buffer of this capacity and dtype; collective the first time, the same object afterwards."""
+        key = (max_tokens, hidden, dtype)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.closed:
+            buffer = self._buffers[key] = UserBuffer(self, max_tokens, hidden, dtype)
+        return buffer
+
+    def agree(self, what: str, value: Any) -> None:
+        """Collective: ``ValueError`` on every rank, listing all values, unless every rank passes an equal ``value``."""
+        values = self.all_gather_object(value)
+        if any(other != values[0] for other in values):
+            given = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(values))
+            raise ValueError(f"{what} must be the same on every rank, got {given}")
+
+    def before_call(self) -> None:
+        """Raise what stands in the way of a call: a closed group, a broken one, a failure seen since the last call."""
+        if self.closed:
+            raise ClosedError(f"{self.name} is closed; make a new one with init_group")
+        if self.broken is not None:
+            raise GroupBrokenError(
+                f"{self.name} is broken: {self.broken}. Call group.recover() on every rank", self.broken.record
+            )
+        self._raise_failure()
+
+    def after_call(self) -> None:
+        """With ``check="sync"``, wait for the device and raise the call's own failure."""
+        if self.check_mode == "sync":
+            self.backend.synchronize()
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        words = self._record.read()
+        if words is not None:
+            self._break(words)
+
+    def _break(self, words: list[int]) -> None:
+        record = decode_record(words, self.rank, self.world_size)
+        self.broken = error_for(record, self.rank, self.timeout_s)
+        raise self.broken
+
+    def check(self) -> None:
+        """Wait for the device and raise the failure of any call so far, this rank's or one that a peer reported."""
+        if self.closed:
+            raise ClosedError(f"{self.name} is closed")
+        if self.broken is not None:
+            raise self.broken
+        self.backend.synchronize()
+        self._raise_failure()
+        # A peer may have failed after this rank's last kernel ended: then only its notice is here.
+        control = self._control.local.view(torch.int64)[: (self.world_size + 1) * RECORD_WORDS].cpu()
+        rows = control.view(self.world_size + 1, RECORD_WORDS)
+        notice = int(rows[self.world_size, 0])
+        if notice:
+            self._break([int(word) for word in rows[notice - 1]])
+
+    def recover(self) -> None:
+        """Collective: make a broken group work again.
+
+        Every rank waits for its own device; then all take fresh memory, because writes of the failed calls may have
+        landed anywhere in the old, and go on from the highest epoch of any rank. Contents of the buffers are lost.
+        """
+        if self.closed:
+            raise ClosedError(f"{self.name} is closed")
+        self.backend.synchronize()
+        live = [buffer for buffer in self._buffers.values() if not buffer.closed]
+        mine = [(buffer.capacity_shape, str(buffer.dtype), buffer.epoch) for buffer in live]
+        # Also the barrier after which no kernel of any rank touches the old memory.
+        everyone = self.all_gather_object(mine)
+        if any([entry[:2] for entry in other] != [entry[:2] for entry in mine] for other in everyone):
+            raise ValueError(
+                "recover() needs the same buffers on every rank, got "
+                + "; ".join(f"rank {rank}: {[entry[:2] for entry in other]}" for rank, other in enumerate(everyone))
+            )
+        self.backend.free(self._control)
+        self._record.words.zero_()
+        self._control = self.symmetric_empty(control_bytes(self.world_size))
+        for index, buffer in enumerate(live):
+            buffer.renew(max((other[index][2] for other in everyone), key=lambda epoch: epoch & 0xFFFFFFFF))
+        self.broken = None
+        self.barrier()
+
+    def close(self) -> None:
+        """Collective: end the group and release its memory. Closing twice is harmless."""
+        if self.closed:
+            return
+        self.backend.synchronize()
+        if self.broken is None:
+            self.barrier()  # no peer's kernel may still write here
+        for buffer in self._buffers.values():
+            buffer.close()
+        self.closed = True
+        self.backend.free(self._control)
+        self.backend.close()
+
+    def __repr__(self) -> str:
+        return f"Group({self.name}, rank {self.rank} of {self.world_size}, {self.backend.name})"
+
+
+def init_group(
+    process_group: Any = None, *, backend: str = "auto", timeout_s: float = 300.0, check: str | None = None
+) -> Group:
+    """Collective: a group over the ranks of a torch.distributed process group.
+
+    Args:
+        process_group: a ``ProcessGroup``; by default the world, or a group of one rank where torch.distributed is not
+            initialised.
+        backend: ``"cuda"``, ``"shm"`` or ``"auto"``, which takes ``"cuda"`` where torch sees a GPU.
+        timeout_s: seconds after which a wait gives up. The default leaves time for another rank's compilation.
+        check: see :class:`Group`.
+
+    Raises:
+        BackendError: the backend cannot run here; the message says why and what would.
+        ValueError: ranks ask for different things.
+    """
+    from .backends import create
+
+    group = Group(create(backend, process_group, timeout_s=timeout_s), timeout_s=timeout_s, check=check)
+    group.agree("timeout_s and check of a group", (group.timeout_s, group.check_mode))
+    return group
+
+

@@ -1,0 +1,109 @@
+"""Host side of signals: operation codes, failure records, and what is raised for them."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+
+from ..errors import CommError, CommMismatchError, CommTimeoutError, FailureRecord
+from .layout import RECORD_WORDS
+
+
+class Operation(IntEnum):
+    """The operations that open a call; the lowest byte of a header's operation word."""
+
+    ALL_GATHER_MATMUL = 1
+    MATMUL_REDUCE_SCATTER = 2
+    ALL_GATHER = 3
+
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_KINDS = {1: "timeout", 2: "mismatch"}
+_PLACES = {1: "header", 2: "data flag", 3: "staged tile"}
+_HEADER_FIELDS = ("T/W", "N", "K", "operation")
+_LOW_32 = (1 << 32) - 1
+
+
+def operation_code(operation: Operation, dtype: torch.dtype) -> int:
+    """The operation word of a header: what two ranks must agree on beside T, N and K."""
+    return int(operation) | (_DTYPES.index(dtype) + 1) << 8
+
+
+def describe_operation(code: int) -> str:
+    """``operation_code`` read back, for messages."""
+    operation, dtype = code & 0xFF, code >> 8 & 0xFF
+    try:
+        return f"{Operation(operation).name.lower()} in {str(_DTYPES[dtype - 1]).removeprefix('torch.')}"
+    except (ValueError, IndexError):
+        return f"operation word {code:#x}"
+
+
+def decode_record(words: list[int], reported_by: int, world_size: int) -> FailureRecord:
+    """The failure that a kernel wrote as RECORD_WORDS int64 words (``comm.device._record``)."""
+    head, rank_plus_1, peer, epoch, index, expected, seen, _ = words
+    kind = _KINDS[head & 0xFF]
+    operation = describe_operation(head >> 8 & _LOW_32)
+    place = _PLACES[head >> 40 & 0xFF]
+    expected_text, seen_text = f"epoch {expected}", f"epoch {seen}"
+    if place == "header":
+        if kind == "timeout":
+            expected_text = f"the header of this call with T = {(expected & _LOW_32) * world_size}"
+            seen_text = f"nothing newer than epoch {seen >> 32}" if seen else "nothing"
+        elif _HEADER_FIELDS[index] == "operation":
+            expected_text = describe_operation(expected & _LOW_32)
+            seen_text = describe_operation(seen & _LOW_32)
+        else:
+            name, scale = (_HEADER_FIELDS[index], 1) if index else ("T", world_size)
+            expected_text = f"{name} = {(expected & _LOW_32) * scale}"
+            seen_text = f"{name} = {(seen & _LOW_32) * scale}"
+    return FailureRecord(
+        kind=kind,
+        operation=operation,
+        rank=rank_plus_1 - 1,
+        peer=peer,
+        place=place,
+        index=index,
+        epoch=epoch,
+        expected=expected_text,
+        seen=seen_text,
+        reported_by=reported_by,
+    )
+
+
+def error_for(record: FailureRecord, rank: int, timeout_s: float) -> CommError:
+    """What rank ``rank`` raises for ``record``."""
+    told = "" if record.rank == rank else f" (reported by rank {record.rank})"
+    remedy = "the group is broken: call group.recover() on every rank"
+    if record.kind == "mismatch":
+        return CommMismatchError(
+            f"{record.operation}: ranks disagree in epoch {record.epoch}: rank {record.rank} called with "
+            f"{record.expected}, rank {record.peer} with {record.seen}{told}; {remedy}",
+            record,
+        )
+    return CommTimeoutError(
+        f"{record.operation}: rank {record.rank} waited more than {timeout_s:g} s for rank {record.peer}: "
+        f"{record.place} {record.index}, epoch {record.epoch}, expected {record.expected}, saw {record.seen}"
+        f"{told}; {remedy}",
+        record,
+    )
+
+
+class RecordReader:
+    """Reads a failure record from host memory without a synchronisation.
+
+    Args:
+        words: int64 [RECORD_WORDS], written by kernels; word 0 last.
+    """
+
+    def __init__(self, words: torch.Tensor) -> None:
+        assert words.shape == (RECORD_WORDS,)
+        self.words = words
+        # A numpy view reads in a tenth of the time of a tensor's item(); this runs before every call.
+        self._view = words.numpy()
+
+    def read(self) -> list[int] | None:
+        """The words of the record, or None while there is none."""
+        if self._view[0] == 0:
+            return None
+        return [int(word) for word in self._view]

@@ -1,0 +1,373 @@
+"""User buffers: symmetric memory of a fixed capacity, used on an active prefix whose length changes at every call.
+
+:class:`UserBuffer` is the plain object. :func:`initialize_ub` and its companions keep one process-wide set of named
+communicators behind TransformerEngine's names, for code written against those.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import ActiveShapeError, ClosedError
+from .layout import BufferLayout, TableWord
+
+if TYPE_CHECKING:
+    from .group import Group
+
+#: dtypes a buffer may have.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_handles = itertools.count()
+_by_handle: weakref.WeakValueDictionary[str, UserBuffer] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective call on a buffer.
+
+    Attributes:
+        epoch: int32; grows by one a call, wraps, and is never reset.
+        slot: ``epoch % 2``.
+    """
+
+    epoch: int
+
+    @property
+    def slot(self) -> int:
+        return self.epoch & 1
+
+
+def _next_epoch(epoch: int) -> int:
+    return (epoch + 1 + 2**31) % 2**32 - 2**31
+
+
+def check_active_shape(shape: Sequence[int], capacity: tuple[int, int], world_size: int) -> tuple[int, int]:
+    """``shape`` as a tuple of two ints, or an ``ActiveShapeError`` that names the rule it breaks."""
+    allowed = f"[tokens, {capacity[1]}] with 0 < tokens <= {capacity[0]} and tokens divisible by {world_size}"
+    try:
+        dims = tuple(int(dim) for dim in shape)
+    except TypeError as error:
+        raise ActiveShapeError(f"active shape must be two integers, got {shape!r}; allowed: {allowed}") from error
+    if len(dims) != 2:
+        raise ActiveShapeError(f"active shape must be two-dimensional, got {dims}; allowed: {allowed}")
+    tokens, hidden = dims
+    if tokens <= 0 or hidden <= 0:
+        raise ActiveShapeError(f"active shape must be nonzero, got {dims}; allowed: {allowed}")
+    if hidden != capacity[1]:
+        raise ActiveShapeError(f"hidden size must stay {capacity[1]}, got {dims}; allowed: {allowed}")
+    if tokens > capacity[0]:
+        raise ActiveShapeError(
+            f"active shape must be within the capacity {capacity}, got {dims}; allowed: {allowed}; "
+            "register a larger max_tokens"
+        )
+    if tokens % world_size:
+        raise ActiveShapeError(
+            f"tokens must be divisible by the group size {world_size}, got {dims}; allowed: {allowed}; "
+            "triton_overlap.packing.pad_packed adds the missing tokens as a document of their own"
+        )
+    return tokens, hidden
+
+
+class UserBuffer:
+    """Symmetric memory ``[max_tokens, hidden]``, twice, with its flags and epochs; made by ``group.user_buffer``.
+
+    Args:
+        group: the ranks that share it. Construction is collective.
+        max_tokens: capacity in rows, divisible by the group size.
+        hidden: columns.
+        dtype: bfloat16, float16 or float32.
+
+    Attributes:
+        handle: a string that names this buffer in the process, for ``torch.ops``.
+        memory: the symmetric allocation; ``layout`` says what lies where.
+        table: int64 on the device, what kernels get (``layout.TableWord``).
+        epoch: of the last call.
+    """
+
+    def __init__(self, group: Group, max_tokens: int, hidden: int, dtype: torch.dtype) -> None:
+        group.before_call()
+        # Compared before anything is judged: ranks that differ must all hear of it, also where one of them is wrong.
+        group.agree("capacity and dtype of a user buffer", (max_tokens, hidden, str(dtype)))
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
+        if max_tokens <= 0 or hidden <= 0:
+            raise ValueError(f"capacity must be positive, got [{max_tokens}, {hidden}]")
+        if max_tokens % group.world_size:
+            raise ValueError(
+                f"max_tokens must be divisible by the group size {group.world_size}, got {max_tokens}; the next "
+                f"larger one is {-(-max_tokens // group.world_size) * group.world_size}"
+            )
+        self.group = group
+        self.dtype = dtype
+        self.capacity_shape = (max_tokens, hidden)
+        self.layout = BufferLayout(group.world_size, max_tokens, hidden, dtype.itemsize)
+        self.handle = f"user_buffer_{next(_handles)}"
+        self.closed = False
+        self.epoch = 0
+        self._explicit_shape: tuple[int, int] | None = None
+        self._last_call: Any = None
+        self._allocate()
+        _by_handle[self.handle] = self
+
+    def _allocate(self) -> None:
+        group, layout = self.group, self.layout
+        self.memory = group.symmetric_empty(layout.num_bytes)
+        self.local = group.backend.local_zeros(layout.local_bytes)
+        staging = self.local.data_ptr()
+        words = [0] * int(TableWord.PEERS)
+        words[TableWord.RANK] = group.rank
+        words[TableWord.WORLD_SIZE] = group.world_size
+        words[TableWord.HEADERS] = layout.headers
+        words[TableWord.FLAGS] = layout.flags
+        words[TableWord.DATA] = layout.data
+        words[TableWord.SLOT_BYTES] = layout.slot_bytes
+        words[TableWord.FLAGS_PER_SOURCE] = layout.flags_per_source
+        words[TableWord.STAGING] = staging
+        words[TableWord.STAGED] = staging + layout.staging_bytes
+        words[TableWord.STATE] = staging + layout.staging_bytes + layout.staged_bytes
+        words[TableWord.RECORD] = group.record_words.data_ptr()
+        words[TableWord.CLOCK] = group.backend.clock_address
+        words[TableWord.TIMEOUT_NS] = int(group.timeout_s * 1e9)
+        head = torch.tensor(words, dtype=torch.int64, device=group.device)
+        self.table = torch.cat([head, self.memory.table, group.control_table])
+
+    def renew(self, epoch: int) -> None:
+        """Collective, for ``group.recover``: fresh memory, going on from ``epoch``."""
+        self.group.backend.free(self.memory)
+        self.epoch = epoch
+        self._last_call = None
+        self._allocate()
+
+    @property
+    def active_shape(self) -> tuple[int, int]:
+        """What ``set_active_shape`` set, else the capacity."""
+        return self._explicit_shape or self.capacity_shape
+
+    def set_active_shape(self, shape: Sequence[int] | None) -> None:
+        """Declare the shape that forward calls will have, so that another one is an error; None lifts it.
+
+        Calls take their token count from the tensor they are given; nothing needs this but code that wants to be told
+        when the two disagree. Local, no communication, no allocation.
+
+        Raises:
+            ActiveShapeError: a rule is broken; the state stays as it was.
+        """
+        self._check_open()
+        if shape is not None:
+            shape = check_active_shape(shape, self.capacity_shape, self.group.world_size)
+        self._explicit_shape = shape
+
+    def validate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, forward: bool = True) -> None:
+        """Raise unless rows of ``shape`` [T, hidden] may go through this buffer. Local, before any communication.
+
+        Args:
+            forward: compare with an explicitly set active shape too. Backward and recomputation keep the count of their
+                own forward, whatever is set by then.
+        """
+        self._check_open()
+        if dtype != self.dtype:
+            raise ValueError(f"dtype must be the buffer's {self.dtype}, got {dtype}; cast, or register another buffer")
+        if device.type != self.group.device.type:
+            raise ValueError(f"tensor must be on {self.group.device}, got {device}")
+        dims = check_active_shape(shape, self.capacity_shape, self.group.world_size)
+        if forward and self._explicit_shape is not None and dims != self._explicit_shape:
+            raise ActiveShapeError(
+                f"the active shape was set to {self._explicit_shape}, got a tensor for {dims}; call "
+                "set_active_shape with the new shape, or with None to take it from each tensor"
+            )
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(
+                f"{self.handle} {list(self.capacity_shape)} is closed; register it again with group.user_buffer"
+            )
+
+    @contextmanager
+    def call(self, tokens: int) -> Iterator[Call]:
+        """Everything that one collective call launches goes inside.
+
+        The body may count on this buffer's previous call having ended, on whatever stream it ran: that is what makes
+        the slots safe (comm/README.md). An exception in the body, before the launch, takes the epoch back.
+        """
+        self._check_open()
+        self.group.before_call()
+        backend = self.group.backend
+        if self._last_call is not None:
+            backend.wait_event(self._last_call)
+        before = self.epoch
+        self.epoch = _next_epoch(before)
+        try:
+            yield Call(self.epoch)
+        except BaseException:
+            self.epoch = before
+            raise
+        self._last_call = backend.record_event()
+        self.group.after_call()
+
+    def slot(self, index: int) -> torch.Tensor:
+        """View [max_tokens, hidden] of slot ``index``, this rank's copy."""
+        begin = self.layout.data_offset(index, 0)
+        tokens, hidden = self.capacity_shape
+        size = tokens * hidden * self.dtype.itemsize
+        return self.memory.local[begin : begin + size].view(self.dtype).view(tokens, hidden)
+
+    def gathered(self, tokens: int) -> torch.Tensor:
+        """View [tokens, hidden] of the last call's slot. It never leaves the library: copy what must outlive the call."""
+        return self.slot(self.epoch & 1)[:tokens]
+
+    def close(self) -> None:
+        """Release the memory once no rank uses it any more (``Group.close`` sees to that). Closing twice is harmless."""
+        if not self.closed:
+            self.closed = True
+            self.group.backend.free(self.memory)
+
+    @property
+    def registered_bytes(self) -> int:
+        """Symmetric bytes on each rank."""
+        return self.layout.num_bytes
+
+    def __repr__(self) -> str:
+        return f"UserBuffer({self.handle}, capacity {list(self.capacity_shape)}, {self.dtype}, {self.group})"
+
+
+def user_buffer_by_handle(handle: str) -> UserBuffer:
+    """The live buffer with this handle."""
+    try:
+        return _by_handle[handle]
+    except KeyError:
+        raise ClosedError(f"no open user buffer has the handle {handle!r}") from None
+
+
+class UserBufferQuantizationMode(Enum):
+    """TransformerEngine's modes; only NONE exists here."""
+
+    NONE = "none"
+    FP8 = "fp8"
+
+
+#: The GEMMs of a transformer layer that have a communicator, by TransformerEngine's names.
+GEMM_NAMES = tuple(f"{gemm}_{step}" for gemm in ("qkv", "proj", "fc1", "fc2") for step in ("fprop", "dgrad", "wgrad"))
+
+
+class Communicator:
+    """A named user of a buffer, with an active shape of its own; what :func:`get_ub` returns."""
+
+    def __init__(self, name: str, buffer: UserBuffer) -> None:
+        self.name = name
+        self.buffer = buffer
+        self._shape: tuple[int, int] | None = None
+
+    @property
+    def capacity_shape(self) -> tuple[int, int]:
+        return self.buffer.capacity_shape
+
+    @property
+    def active_shape(self) -> tuple[int, int]:
+        return self._shape or self.capacity_shape
+
+    def set_buffer_active_shape(self, shape: Sequence[int]) -> None:
+        """As ``UserBuffer.set_active_shape``, for this communicator alone."""
+        self.buffer._check_open()
+        self._shape = check_active_shape(shape, self.capacity_shape, self.buffer.group.world_size)
+
+
+@dataclass
+class _Manager:
+    group: Group
+    owns_group: bool
+    communicators: dict[str, Communicator]
+
+
+_manager: _Manager | None = None
+
+
+def initialize_ub(
+    shape: Sequence[int],
+    tp_size: int,
+    quantization_modes: Sequence[UserBufferQuantizationMode] | UserBufferQuantizationMode | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    ub_cfgs: Mapping[str, Mapping[str, Any]] | None = None,
+    bootstrap_backend: str | None = None,
+    *,
+    group: Group | None = None,
+) -> None:
+    """Collective: register the process-wide user buffers at their capacity ``shape`` [max_tokens, hidden].
+
+    Args:
+        shape: the capacity; ``set_ub_active_shape`` chooses the active prefix afterwards.
+        tp_size: ranks that share the buffers.
+        quantization_modes: NONE only.
+        dtype: of the buffers.
+        ub_cfgs: must be None: every communicator uses the fused kernels.
+        bootstrap_backend: accepted and unused: the group's own store serves.
+        group: an existing group of ``tp_size`` ranks; by default one over torch.distributed's world.
+
+    Raises:
+        NotImplementedError: a quantization mode other than NONE, or ``ub_cfgs``.
+        RuntimeError: already initialised.
+    """
+    global _manager
+    if _manager is not None:
+        raise RuntimeError("user buffers are initialised already; call destroy_ub() first")
+    modes = [quantization_modes] if isinstance(quantization_modes, UserBufferQuantizationMode) else quantization_modes
+    for mode in modes or ():
+        if mode is not UserBufferQuantizationMode.NONE:
+            raise NotImplementedError(f"quantization mode {mode} is not supported; UserBufferQuantizationMode.NONE is")
+    if ub_cfgs:
+        raise NotImplementedError(
+            f"ub_cfgs for {sorted(ub_cfgs)} is not supported: every communicator uses the fused kernels; pass None"
+        )
+    if len(tuple(shape)) != 2:
+        raise ValueError(f"shape must be [max_tokens, hidden], got {list(shape)}")
+    owns_group = group is None
+    if group is None:
+        from .group import init_group
+
+        group = init_group()
+    if group.world_size != tp_size:
+        raise ValueError(f"tp_size must be the group's size {group.world_size}, got {tp_size}; pass the right group")
+    buffer = group.user_buffer(int(shape[0]), int(shape[1]), dtype)
+    _manager = _Manager(group, owns_group, {name: Communicator(name, buffer) for name in GEMM_NAMES})
+
+
+def _initialised() -> _Manager:
+    if _manager is None:
+        raise RuntimeError("user buffers are not initialised; call initialize_ub(shape, tp_size) first")
+    return _manager
+
+
+def get_ub(name: str) -> Communicator:
+    """The communicator of the GEMM ``name``."""
+    communicators = _initialised().communicators
+    if name not in communicators:
+        raise ValueError(f"unknown user buffer {name!r}; known: {', '.join(communicators)}")
+    return communicators[name]
+
+
+def set_ub_active_shape(shape: Sequence[int]) -> None:
+    """Set the active shape [active_tokens, hidden] of every communicator: no allocation, no registration.
+
+    Raises:
+        ActiveShapeError: a rule is broken; every communicator stays as it was.
+    """
+    manager = _initialised()
+    for communicator in manager.communicators.values():  # the rules are the same for all: all or none pass
+        communicator.set_buffer_active_shape(shape)
+
+
+def destroy_ub() -> None:
+    """Collective: forget the communicators, and close the group that ``initialize_ub`` made. A group that was passed in
+    keeps its buffers. Without any, nothing happens."""
+    global _manager
+    if _manager is not None:
+        manager, _manager = _manager, None
+        if manager.owns_group:
+            manager.group.close()

@@ -1,0 +1,107 @@
+"""All-gather into a user buffer's slot, without a GEMM.
+
+Shapes, T tokens over W ranks::
+
+    x [T/W, hidden]   ->   slot [T, hidden], the chunk of rank r at rows [r*T/W, (r+1)*T/W)
+
+One queue of tasks: the pushes of this rank's chunk, in pieces, to the ranks 1, 2, .. steps before it and to its own slot,
+then the waits for everybody else's pieces, FLAG_LANES flags a task. All pushes stand before all waits, and a push waits
+for nothing, so however few programs are resident, every rank's pieces are pushed.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..comm.device import (
+    AT_DATA,
+    RANK,
+    WORLD_SIZE,
+    claim_task,
+    failure_noticed,
+    finish_call,
+    flags_ptr,
+    poison_after_failure,
+    send_headers,
+    slot_address,
+    stop_tasks,
+    wait_flags,
+    wait_headers,
+)
+from ..comm.signals import Operation, operation_code
+from ..comm.user_buffers import UserBuffer
+from .config import FLAG_LANES as _FLAG_LANES
+from .config import TileConfig, rows_per_piece, tile_config
+from .launching import launch_kernel
+from .operands import contiguous_rows
+from .tiles import push_piece
+
+FLAG_LANES = tl.constexpr(_FLAG_LANES)
+
+
+@triton.jit(do_not_specialize=["epoch", "rows", "rows_per_flag", "operation"])
+def all_gather_kernel(
+    buffer_ptr, x_ptr, epoch, rows, rows_per_flag, operation, K, ALIGNED: tl.constexpr, COPY_BLOCK: tl.constexpr
+):
+    rank = tl.load(buffer_ptr + RANK).to(tl.int32)
+    world_size = tl.load(buffer_ptr + WORLD_SIZE).to(tl.int32)
+    pieces = tl.cdiv(rows, rows_per_flag)
+    waits = tl.cdiv(pieces, FLAG_LANES)
+    pushes = world_size * pieces
+    total = pushes + (world_size - 1) * waits
+
+    ok = tl.full((), 1, tl.int32)
+    agreed = tl.full((), 0, tl.int32)
+    task = claim_task(buffer_ptr)
+    if task == 0:
+        if failure_noticed(buffer_ptr) == 0:
+            send_headers(buffer_ptr, epoch, rows, 0, K, operation)
+        else:
+            ok = tl.full((), 0, tl.int32)
+    while (task < total) & (ok == 1):
+        if task < pushes:
+            peer = (rank + world_size - 1 - task // pieces) % world_size
+            push_piece(
+                buffer_ptr, x_ptr, peer, task % pieces, rows_per_flag, rows, K, epoch, ALIGNED, COPY_BLOCK
+            )
+        else:
+            if agreed == 0:
+                ok = wait_headers(buffer_ptr, 1, world_size, epoch, rows, 0, K, operation)
+                agreed = tl.full((), 1, tl.int32)
+            if ok == 1:
+                source = (rank + 1 + (task - pushes) // waits) % world_size
+                first = (task - pushes) % waits * FLAG_LANES
+                count = tl.minimum(pieces - first, FLAG_LANES)
+                own_flags = flags_ptr(buffer_ptr, rank, source, epoch)
+                ok = wait_flags(buffer_ptr, own_flags, first, count, epoch, operation, AT_DATA, source, FLAG_LANES)
+        task = claim_task(buffer_ptr)
+    if (ok == 1) & (agreed == 0):
+        ok = wait_headers(buffer_ptr, 1, world_size, epoch, rows, 0, K, operation)
+    if ok == 0:
+        stop_tasks(buffer_ptr)
+    if finish_call(buffer_ptr):
+        slot_ptr = slot_address(buffer_ptr, rank, epoch).to(x_ptr.dtype)
+        poison_after_failure(buffer_ptr, slot_ptr, (rows * world_size).to(tl.int64) * K, COPY_BLOCK)
+
+
+def launch(buffer: UserBuffer, x: torch.Tensor, *, config: TileConfig | None = None) -> None:
+    """Gather ``x`` [T/W, hidden] of every rank; the rows stand in ``buffer.gathered(T)`` until the buffer's next call."""
+    group = buffer.group
+    x = contiguous_rows(x)
+    rows, k = x.shape
+    config = config or tile_config(x.dtype, k, k, interpreted=group.backend.interpreted)
+    with buffer.call(rows * group.world_size) as call:
+        launch_kernel(
+            all_gather_kernel,
+            group.backend.num_programs,
+            {"num_warps": config.num_warps, "num_stages": 1},
+            buffer_ptr=buffer.table,
+            x_ptr=x,
+            epoch=call.epoch,
+            rows=rows,
+            rows_per_flag=rows_per_piece(config.BLOCK_M, k * x.element_size()),
+            operation=operation_code(Operation.ALL_GATHER, x.dtype),
+            K=k,
+            ALIGNED=k * x.element_size() % 16 == 0,
+            COPY_BLOCK=config.COPY_BLOCK,
+        )

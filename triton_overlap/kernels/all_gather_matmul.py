@@ -1,0 +1,239 @@
+"""All-gather and GEMM in one persistent kernel.
+
+Shapes, T tokens over W ranks, chunk r being rows ``[r*T/W, (r+1)*T/W)``::
+
+    x [T/W, K] (this rank's chunk)   b [K, N]   ->   out [T, N] = concat(x of every rank) @ b
+
+The kernel's programs share one queue of numbered tasks, handed out by an atomic counter. Tasks stand in phases
+0 .. W-1. Phase p multiplies the chunk of rank ``rank + p`` (its own straight from ``x`` in phase 0, the others from the
+slot), and, merged evenly among those tiles, pushes this rank's chunk, in pieces, to rank ``rank - (p+1)``, which
+multiplies it in its own phase p+1. With ``gather``, phase W-1 copies the own chunk into the own slot.
+
+Example, W 2, two tiles a chunk, two pieces a chunk::
+
+    task    0       1      2       3      4       5
+    rank 0  push 0  tile   push 1  tile   tile*   tile*      * waits for rank 1's pieces
+
+Progress, with however few programs resident: a tile of phase p waits only for pieces that stand, in the queue of their
+sender, before every tile of phase p; tasks are claimed in order and a push waits for nothing. So by induction over p all
+pieces for phase p are pushed. Where the copy engine sends (``sender="copy_engine"``), there are no pushes in the queue,
+and the copies wait for no program at all.
+
+Lower bound: the larger of the GEMM alone and of (W-1)/W * T * K elements over the link.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..comm.backend import CopyStream
+from ..comm.device import (
+    AT_DATA,
+    RANK,
+    WORLD_SIZE,
+    claim_task,
+    failure_noticed,
+    finish_call,
+    flags_ptr,
+    poison_after_failure,
+    send_headers,
+    slot_address,
+    stop_tasks,
+    wait_flags,
+    wait_headers,
+)
+from ..comm.signals import Operation, operation_code
+from ..comm.user_buffers import Call, UserBuffer
+from . import config as _config
+from .config import TileConfig, rows_per_piece, tile_config
+from .launching import launch_kernel
+from .operands import StoredB, contiguous_rows, descriptor, gemm_arguments, use_descriptors
+from .tiles import MAX_STORE_COLUMNS, matmul_tile, push_piece, split_columns, store_block, tile_position
+
+FLAG_LANES = tl.constexpr(_config.FLAG_LANES)
+
+#: Rows of a chunk from which the copy engine sends instead of programs: below, its hand-over of about 10 us costs more.
+COPY_ENGINE_ROWS = 1024
+#: Bytes that the copy engine moves before it sets a flag.
+COPY_ENGINE_BYTES = 32 * 1024 * 1024
+
+
+@triton.jit
+def _store_tile(out_desc, out_ptr, bias_ptr, acc, row, row_end, col, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    if BLOCK_N > MAX_STORE_COLUMNS:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = split_columns(acc, BLOCK_M, BLOCK_N)
+        store_block(out_desc, out_ptr, bias_ptr, left, row, row_end, col, N, BLOCK_M, HALF)
+        store_block(out_desc, out_ptr, bias_ptr, right, row, row_end, col + HALF, N, BLOCK_M, HALF)
+    else:
+        store_block(out_desc, out_ptr, bias_ptr, acc, row, row_end, col, N, BLOCK_M, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["epoch", "rows", "rows_per_flag", "pushes", "operation"])
+def all_gather_matmul_kernel(
+    buffer_ptr,  # int64 table of the user buffer
+    x_ptr, x_desc, gathered_desc,  # own chunk [rows, K], and the slot as [W * rows, K]
+    b_ptr, b_desc, stride_b,  # [K, N], or [N, K] with B_K_MAJOR
+    out_ptr, out_desc, bias_ptr,  # [W * rows, N] row-major, and [N] or None
+    epoch, rows, rows_per_flag, pushes, operation, N, K,  # pushes: peers to push to, plus 1 for the own slot, or 0
+    PRECISION: tl.constexpr, B_K_MAJOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, COPY_BLOCK: tl.constexpr,
+):  # fmt: skip
+    rank = tl.load(buffer_ptr + RANK).to(tl.int32)
+    world_size = tl.load(buffer_ptr + WORLD_SIZE).to(tl.int32)
+    slot_ptr = slot_address(buffer_ptr, rank, epoch).to(x_ptr.dtype)
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    pieces = tl.cdiv(rows, rows_per_flag)
+    total = world_size * tiles + pushes * pieces
+
+    ok = tl.full((), 1, tl.int32)
+    checked = tl.full((), 1, tl.int32)  # the headers of ranks 1 .. checked-1 steps away agree
+    task = claim_task(buffer_ptr)
+    if task == 0:
+        if failure_noticed(buffer_ptr) == 0:
+            send_headers(buffer_ptr, epoch, rows, N, K, operation)
+        else:
+            ok = tl.full((), 0, tl.int32)
+    while (task < total) & (ok == 1):
+        phase = tl.minimum(task // (tiles + pieces), pushes)
+        index = task - phase * (tiles + pieces)
+        pieces_here = pieces
+        if phase == pushes:  # from here on nothing is left to push
+            phase += index // tiles
+            index = index % tiles
+            pieces_here = pieces * 0
+        # Merge the phase's pieces evenly among its tiles, a piece first.
+        span = tiles + pieces_here
+        piece = ((index.to(tl.int64) * pieces_here + span - 1) // span).to(tl.int32)
+        next_piece = (((index + 1).to(tl.int64) * pieces_here + span - 1) // span).to(tl.int32)
+        if next_piece > piece:
+            peer = (rank + world_size - 1 - phase) % world_size
+            push_piece(
+                buffer_ptr, x_ptr, peer, piece, rows_per_flag, rows, K, epoch, x_desc is not None, COPY_BLOCK
+            )
+        else:
+            tile_m, tile_n = tile_position(index - piece, tiles_m, tiles_n, GROUP_M)
+            row = tile_m * BLOCK_M
+            col = tile_n * BLOCK_N
+            if phase == 0:
+                acc = matmul_tile(
+                    x_desc, x_ptr, b_desc, b_ptr, K, stride_b, row, rows, col, N, K,
+                    PRECISION, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                begin = rank * rows
+                _store_tile(out_desc, out_ptr, bias_ptr, acc, begin + row, begin + rows, col, N, BLOCK_M, BLOCK_N)
+            else:
+                source = (rank + phase) % world_size
+                # Agreement on T first: it says which flags there are to wait for.
+                ok = wait_headers(buffer_ptr, checked, phase + 1, epoch, rows, N, K, operation)
+                checked = tl.maximum(checked, phase + 1)
+                if ok == 1:
+                    first = row // rows_per_flag
+                    count = (tl.minimum(row + BLOCK_M, rows) - 1) // rows_per_flag - first + 1
+                    own_flags = flags_ptr(buffer_ptr, rank, source, epoch)
+                    ok = wait_flags(
+                        buffer_ptr, own_flags, first, count, epoch, operation, AT_DATA, source, FLAG_LANES
+                    )
+                if ok == 1:
+                    begin = source * rows
+                    acc = matmul_tile(
+                        gathered_desc, slot_ptr, b_desc, b_ptr, K, stride_b, begin + row, begin + rows, col, N, K,
+                        PRECISION, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K,
+                    )  # fmt: skip
+                    _store_tile(out_desc, out_ptr, bias_ptr, acc, begin + row, begin + rows, col, N, BLOCK_M, BLOCK_N)
+        task = claim_task(buffer_ptr)
+    if ok == 1:
+        ok = wait_headers(buffer_ptr, checked, world_size, epoch, rows, N, K, operation)
+    if ok == 0:
+        stop_tasks(buffer_ptr)
+    if finish_call(buffer_ptr):
+        poison_after_failure(buffer_ptr, out_ptr, (rows * world_size).to(tl.int64) * N, COPY_BLOCK)
+
+
+def _send_by_copy_engine(
+    copies: CopyStream, buffer: UserBuffer, call: Call, x: torch.Tensor, block_m: int
+) -> int:
+    """Enqueue this rank's chunk for every peer, nearest consumer first; returns the rows of a flag."""
+    rank, world_size = buffer.group.rank, buffer.group.world_size
+    rows, k = x.shape
+    rows_per_flag = max(1, COPY_ENGINE_BYTES // (k * x.element_size() * block_m)) * block_m
+    copies.begin()
+    for first in range(0, rows, rows_per_flag):
+        for step in range(1, world_size):
+            copies.push(
+                buffer.memory,
+                (rank - step) % world_size,
+                buffer.layout.data_offset(call.slot, rank * rows + first),
+                x[first : first + rows_per_flag],
+                buffer.layout.flag_offset(call.slot, rank, first // rows_per_flag),
+                call.epoch,
+            )
+    return rows_per_flag
+
+
+def launch(
+    buffer: UserBuffer,
+    x: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    gather: bool = False,
+    sender: str = "auto",
+    config: TileConfig | None = None,
+) -> torch.Tensor:
+    """``concat(x of every rank) @ b + bias`` as a fresh [T, N] tensor.
+
+    Args:
+        buffer: symmetric memory with hidden size K and the dtype of ``x``.
+        x: [T/W, K].
+        b: [K, N].
+        bias: [N] or None.
+        gather: leave the gathered rows, the own ones included, in ``buffer.gathered(T)`` until the buffer's next call.
+        sender: ``"programs"`` push from inside the kernel, ``"copy_engine"`` sends beside it, ``"auto"`` takes the
+            copy engine of a GPU where the chunk is long enough to pay for its hand-over.
+        config: tile sizes; by default those for N, K and the dtype.
+    """
+    group = buffer.group
+    rank, world_size = group.rank, group.world_size
+    x = contiguous_rows(x)
+    rows, k = x.shape
+    tokens = rows * world_size
+    stored_b = StoredB.of(b)
+    config = config or tile_config(x.dtype, b.shape[1], k, interpreted=group.backend.interpreted)
+    out = torch.empty(tokens, b.shape[1], dtype=x.dtype, device=x.device)
+    copies = group.backend.copies if world_size > 1 else None
+    if sender == "programs" or (sender == "auto" and (group.backend.interpreted or rows < COPY_ENGINE_ROWS)):
+        copies = None
+    with buffer.call(tokens) as call:
+        gathered = buffer.gathered(tokens)
+        if copies is None:
+            rows_per_flag = rows_per_piece(config.BLOCK_M, k * x.element_size())
+            pushes = world_size if gather else world_size - 1
+        else:
+            # Before the kernel: where two streams share a hardware queue, a copy behind it would wait for it.
+            rows_per_flag = _send_by_copy_engine(copies, buffer, call, x, config.BLOCK_M)
+            pushes = 0
+            if gather:
+                gathered[rank * rows : (rank + 1) * rows].copy_(x)
+        descriptors = use_descriptors(config, x, gathered, stored_b.matrix, out)
+        launch_kernel(
+            all_gather_matmul_kernel,
+            group.backend.num_programs,
+            {"num_warps": config.num_warps, "num_stages": config.num_stages},
+            buffer_ptr=buffer.table,
+            x_ptr=x,
+            x_desc=descriptor(x, [config.BLOCK_M, config.BLOCK_K], descriptors),
+            gathered_desc=descriptor(gathered, [config.BLOCK_M, config.BLOCK_K], descriptors),
+            bias_ptr=bias,
+            epoch=call.epoch,
+            rows=rows,
+            rows_per_flag=rows_per_flag,
+            pushes=pushes,
+            operation=operation_code(Operation.ALL_GATHER_MATMUL, x.dtype),
+            **gemm_arguments(config, stored_b, out, descriptors),
+        )
+        if copies is not None:
+            copies.end()
+    return out

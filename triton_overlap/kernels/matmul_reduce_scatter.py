@@ -1,0 +1,266 @@
+"""GEMM and reduce-scatter in one persistent kernel.
+
+Shapes, T tokens over W ranks, chunk r being rows ``[r*T/W, (r+1)*T/W)``, owned by rank r::
+
+    a [T, K]   b [K, N]   ->   out [T/W, N] = sum over ranks of (a @ b)[own chunk]
+
+The kernel's programs share one queue of numbered tasks, handed out by an atomic counter:
+
+* a *peer tile* multiplies one tile of another rank's chunk into local staging, and flags it on this device;
+* a *push* copies one such tile from staging to its owner's slot, and flags it there;
+* an *own tile* multiplies one tile of the own chunk, then waits for that tile from every peer, adds, and stores.
+
+Staging keeps the stores over the link, which are slow and come in bursts when every tile ends by one, off the programs
+that multiply: a push starts ``delay`` tasks after its tile and few programs push at any time. The queue is, for n peer
+tiles (W-1 chunks) and d = min(delay, tiles of a chunk)::
+
+    d peer tiles | push, peer tile, push, peer tile, ... | push, own tile, push, own tile, ... | the other own tiles
+
+Example, W 2, three tiles a chunk, d 1: P0 | >0 P1 >1 P2 | >2 O0 | O1 O2.
+
+Progress, with however few programs resident: a push waits for a tile that stands before it in the queue, claimed by a
+program that waits for nothing until the tile is staged. An own tile j waits for the pushes of tile j at its peers; there
+the last of them is push n - tiles + j, which stands before own tile j because d <= tiles. So by induction over j, all own
+tiles end.
+
+Every partial sum crosses the link in the buffer's dtype; the owner adds in fp32, its own product first, then the ranks
+1, 2, .. steps after it, so that the result is bitwise reproducible.
+
+Lower bound: the larger of the GEMM alone and of (W-1)/W * T * N elements over the link.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..comm.device import (
+    AT_DATA,
+    AT_STAGING,
+    RANK,
+    STAGING,
+    WORLD_SIZE,
+    claim_task,
+    failure_noticed,
+    finish_call,
+    flags_ptr,
+    poison_after_failure,
+    release_flag,
+    release_staged,
+    send_headers,
+    slot_address,
+    staged_ptr,
+    stop_tasks,
+    wait_flags,
+    wait_headers,
+)
+from ..comm.signals import Operation, operation_code
+from ..comm.user_buffers import UserBuffer
+from .config import TileConfig, tile_config
+from .launching import launch_kernel
+from .operands import StoredB, contiguous_rows, descriptor, gemm_arguments, use_descriptors
+from .tiles import (
+    MAX_STORE_COLUMNS,
+    copy_block,
+    matmul_tile,
+    split_columns,
+    store_block,
+    store_masked,
+    tile_position,
+)
+
+#: Tasks between a tile and its push, for each program: about one tile's time, as every other task is a push.
+DELAY_PER_PROGRAM = 2
+
+
+@triton.jit
+def _queue_entry(task, peer_tiles, own_tiles, delay):
+    """What stands at position ``task``: (0 peer tile, 1 push, 2 own tile) and its number."""
+    merged = 2 * (peer_tiles - delay)
+    at_merged = task - delay
+    at_own = at_merged - merged
+    kind = tl.full((), 0, tl.int32)
+    index = task
+    if at_own >= 2 * delay:
+        kind = tl.full((), 2, tl.int32)
+        index = at_own - delay
+    elif at_own >= 0:
+        kind = 1 + at_own % 2
+        index = at_own // 2 + (1 - at_own % 2) * (peer_tiles - delay)
+    elif at_merged >= 0:
+        kind = 1 - at_merged % 2
+        index = at_merged // 2 + at_merged % 2 * delay
+    return kind, index
+
+
+@triton.jit
+def _add_partials(value, slot_ptr, buffer_ptr, row, rows, col, N, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add what every peer put into this rank's slot for a block, in the fixed order of the module's page."""
+    rank = tl.load(buffer_ptr + RANK)
+    world_size = tl.load(buffer_ptr + WORLD_SIZE)
+    block_rows = row + tl.arange(0, BLOCK_M)
+    cols = col + tl.arange(0, COLUMNS)
+    mask = (block_rows < rows)[:, None] & (cols < N)[None, :]
+    for step in range(1, world_size):
+        source = (rank + step) % world_size
+        pointers = slot_ptr + (source * rows + block_rows)[:, None] * N + cols[None, :]
+        value += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _store_own(
+    out_desc, out_ptr, bias_ptr, slot_ptr, buffer_ptr, acc, row, rows, col, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    if BLOCK_N > MAX_STORE_COLUMNS:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = split_columns(acc, BLOCK_M, BLOCK_N)
+        left = _add_partials(left, slot_ptr, buffer_ptr, row, rows, col, N, BLOCK_M, HALF)
+        store_block(out_desc, out_ptr, bias_ptr, left, row, rows, col, N, BLOCK_M, HALF)
+        right = _add_partials(right, slot_ptr, buffer_ptr, row, rows, col + HALF, N, BLOCK_M, HALF)
+        store_block(out_desc, out_ptr, bias_ptr, right, row, rows, col + HALF, N, BLOCK_M, HALF)
+    else:
+        acc = _add_partials(acc, slot_ptr, buffer_ptr, row, rows, col, N, BLOCK_M, BLOCK_N)
+        store_block(out_desc, out_ptr, bias_ptr, acc, row, rows, col, N, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _stage_tile(staging_ptr, acc, row, row_end, col, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Plain stores: a descriptor's would not be covered by the release that follows."""
+    if BLOCK_N > MAX_STORE_COLUMNS:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = split_columns(acc, BLOCK_M, BLOCK_N)
+        cols = col + tl.arange(0, HALF)
+        store_masked(staging_ptr, left.to(staging_ptr.dtype.element_ty), row, row_end, cols, N, BLOCK_M)
+        store_masked(staging_ptr, right.to(staging_ptr.dtype.element_ty), row, row_end, cols + HALF, N, BLOCK_M)
+    else:
+        cols = col + tl.arange(0, BLOCK_N)
+        store_masked(staging_ptr, acc.to(staging_ptr.dtype.element_ty), row, row_end, cols, N, BLOCK_M)
+
+
+@triton.jit(do_not_specialize=["epoch", "rows", "delay", "operation"])
+def matmul_reduce_scatter_kernel(
+    buffer_ptr,  # int64 table of the user buffer
+    a_ptr, a_desc,  # [W * rows, K]
+    b_ptr, b_desc, stride_b,  # [K, N], or [N, K] with B_K_MAJOR
+    out_ptr, out_desc, bias_ptr,  # [rows, N] row-major, and [N] or None
+    epoch, rows, delay, operation, N, K,
+    PRECISION: tl.constexpr, B_K_MAJOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, COPY_BLOCK: tl.constexpr,
+):  # fmt: skip
+    rank = tl.load(buffer_ptr + RANK).to(tl.int32)
+    world_size = tl.load(buffer_ptr + WORLD_SIZE).to(tl.int32)
+    slot_ptr = slot_address(buffer_ptr, rank, epoch).to(out_ptr.dtype)
+    staging_ptr = tl.load(buffer_ptr + STAGING).to(out_ptr.dtype)
+    if out_desc is not None:  # rows are whole multiples of 16 bytes
+        slot_ptr = tl.multiple_of(slot_ptr, 16)
+        staging_ptr = tl.multiple_of(staging_ptr, 16)
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    peer_tiles = (world_size - 1) * tiles
+    delay = tl.minimum(tl.minimum(delay, tiles), peer_tiles)
+    total = 2 * peer_tiles + tiles
+
+    ok = tl.full((), 1, tl.int32)
+    agreed = tl.full((), 0, tl.int32)
+    task = claim_task(buffer_ptr)
+    if task == 0:
+        if failure_noticed(buffer_ptr) == 0:
+            send_headers(buffer_ptr, epoch, rows, N, K, operation)
+        else:
+            ok = tl.full((), 0, tl.int32)
+    while (task < total) & (ok == 1):
+        kind, index = _queue_entry(task, peer_tiles, tiles, delay)
+        # Peers are served in the order 1, 2, .. steps before this rank, so that no owner gets from all at once.
+        owner = (rank + world_size - 1 - index // tiles) % world_size
+        tile = index % tiles
+        if kind == 2:
+            owner = rank
+        tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
+        row = tile_m * BLOCK_M
+        col = tile_n * BLOCK_N
+        begin = owner * rows
+        if kind == 1:
+            staged = staged_ptr(buffer_ptr, owner)
+            ok = wait_flags(buffer_ptr, staged, tile, 1, epoch, operation, AT_STAGING, rank, 1)
+            if ok == 1:
+                target_ptr = slot_address(buffer_ptr, owner, epoch).to(out_ptr.dtype)
+                if out_desc is not None:
+                    target_ptr = tl.multiple_of(target_ptr, 16)
+                copy_block(
+                    staging_ptr + begin.to(tl.int64) * N, target_ptr + rank.to(tl.int64) * rows * N,
+                    row, rows, col, N, BLOCK_M, BLOCK_N, COPY_BLOCK,
+                )  # fmt: skip
+                release_flag(flags_ptr(buffer_ptr, owner, rank, epoch) + tile, epoch)
+        else:
+            acc = matmul_tile(
+                a_desc, a_ptr, b_desc, b_ptr, K, stride_b, begin + row, begin + rows, col, N, K,
+                PRECISION, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            if kind == 0:
+                _stage_tile(staging_ptr, acc, begin + row, begin + rows, col, N, BLOCK_M, BLOCK_N)
+                release_staged(staged_ptr(buffer_ptr, owner) + tile, epoch)
+            else:
+                if agreed == 0:
+                    ok = wait_headers(buffer_ptr, 1, world_size, epoch, rows, N, K, operation)
+                    agreed = tl.full((), 1, tl.int32)
+                for step in range(1, world_size):
+                    if ok == 1:
+                        source = (rank + step) % world_size
+                        own_flags = flags_ptr(buffer_ptr, rank, source, epoch)
+                        ok = wait_flags(buffer_ptr, own_flags, tile, 1, epoch, operation, AT_DATA, source, 1)
+                if ok == 1:
+                    _store_own(
+                        out_desc, out_ptr, bias_ptr, slot_ptr, buffer_ptr, acc, row, rows, col, N, BLOCK_M, BLOCK_N
+                    )
+        task = claim_task(buffer_ptr)
+    if (ok == 1) & (agreed == 0):
+        ok = wait_headers(buffer_ptr, 1, world_size, epoch, rows, N, K, operation)
+    if ok == 0:
+        stop_tasks(buffer_ptr)
+    if finish_call(buffer_ptr):
+        poison_after_failure(buffer_ptr, out_ptr, rows.to(tl.int64) * N, COPY_BLOCK)
+
+
+def launch(
+    buffer: UserBuffer,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    config: TileConfig | None = None,
+) -> torch.Tensor:
+    """This rank's chunk of ``sum over ranks of a @ b``, plus ``bias``, as a fresh [T/W, N] tensor.
+
+    Args:
+        buffer: symmetric memory with hidden size N and the dtype of ``a``.
+        a: [T, K].
+        b: [K, N].
+        bias: [N] or None; added once, after the reduction.
+        config: tile sizes; by default those for N, K and the dtype.
+    """
+    group = buffer.group
+    a = contiguous_rows(a)
+    tokens, k = a.shape
+    rows = tokens // group.world_size
+    stored_b = StoredB.of(b)
+    config = config or tile_config(a.dtype, b.shape[1], k, interpreted=group.backend.interpreted)
+    out = torch.empty(rows, b.shape[1], dtype=a.dtype, device=a.device)
+    descriptors = use_descriptors(config, a, stored_b.matrix, out)
+    with buffer.call(tokens) as call:
+        launch_kernel(
+            matmul_reduce_scatter_kernel,
+            group.backend.num_programs,
+            {"num_warps": config.num_warps, "num_stages": config.num_stages},
+            buffer_ptr=buffer.table,
+            a_ptr=a,
+            a_desc=descriptor(a, [config.BLOCK_M, config.BLOCK_K], descriptors),
+            bias_ptr=bias,
+            epoch=call.epoch,
+            rows=rows,
+            delay=DELAY_PER_PROGRAM * group.backend.num_programs,
+            operation=operation_code(Operation.MATMUL_REDUCE_SCATTER, a.dtype),
+            **gemm_arguments(config, stored_b, out, descriptors),
+        )
+    return out

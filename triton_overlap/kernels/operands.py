@@ -1,0 +1,79 @@
+"""Operands of a GEMM kernel: how B is stored, which operands go through descriptors, and the arguments common to kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .config import TileConfig, fits_descriptor, is_row_major
+
+
+def input_precision(dtype: torch.dtype) -> str:
+    """How fp32 operands are multiplied: truly, unless torch allows tf32. Without effect on the 2-byte dtypes."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """``matrix`` itself where its rows follow each other without a gap, else a copy."""
+    matrix = matrix.contiguous()
+    if matrix.shape[0] == 1:
+        # torch lets the stride of a single row be anything; a descriptor, and with it the compiled kernel, does not.
+        matrix = matrix.view(-1).view(matrix.shape)
+    return matrix
+
+
+@dataclass(frozen=True)
+class StoredB:
+    """B [K, N] as it lies in memory.
+
+    Attributes:
+        matrix: row-major [K, N], or [N, K] when ``k_major`` (the transpose of a weight [N, K], for instance).
+    """
+
+    matrix: torch.Tensor
+    k_major: bool
+
+    @classmethod
+    def of(cls, b: torch.Tensor) -> StoredB:
+        """Without a copy for every layout that torch.matmul takes without one: unit stride in either dimension."""
+        if is_row_major(b):
+            return cls(b, False)
+        if is_row_major(b.t()):
+            return cls(b.t(), True)
+        return cls(b.contiguous(), False)
+
+    def block(self, config: TileConfig) -> list[int]:
+        return [config.BLOCK_N, config.BLOCK_K] if self.k_major else [config.BLOCK_K, config.BLOCK_N]
+
+
+def use_descriptors(config: TileConfig, *matrices: torch.Tensor) -> bool:
+    """All operands or none: a kernel has two paths, not one for each combination."""
+    return config.descriptors and all(fits_descriptor(matrix) for matrix in matrices)
+
+
+def descriptor(matrix: torch.Tensor, block: list[int], wanted: bool) -> TensorDescriptor | None:
+    return TensorDescriptor.from_tensor(matrix, block) if wanted else None
+
+
+def gemm_arguments(config: TileConfig, b: StoredB, out: torch.Tensor, descriptors: bool) -> dict[str, Any]:
+    """The kernel arguments for B, the output and the tile sizes."""
+    k, n = b.matrix.shape[::-1] if b.k_major else b.matrix.shape
+    return {
+        "b_ptr": b.matrix,
+        "b_desc": descriptor(b.matrix, b.block(config), descriptors),
+        "stride_b": b.matrix.stride(0),
+        "out_ptr": out,
+        "out_desc": descriptor(out, [config.BLOCK_M, config.store_columns], descriptors),
+        "N": n,
+        "K": k,
+        "PRECISION": input_precision(out.dtype),
+        "B_K_MAJOR": b.k_major,
+        "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        "BLOCK_K": config.BLOCK_K,
+        "GROUP_M": config.GROUP_M,
+        "COPY_BLOCK": config.COPY_BLOCK,
+    }

@@ -1,0 +1,150 @@
+"""Device functions of a GEMM tile: its place, its product, its store, and the copy of rows to a peer."""
+
+import triton
+import triton.language as tl
+
+from ..comm.device import INTERPRETED, RANK, flags_ptr, release_flag, slot_address
+from .config import MAX_STORE_COLUMNS as _MAX_STORE_COLUMNS
+
+MAX_STORE_COLUMNS = tl.constexpr(_MAX_STORE_COLUMNS)
+
+
+@triton.jit
+def tile_position(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Row and column of tile ``index``: columns are walked in groups of GROUP_M rows, so that operands stay in L2.
+
+    Example, 3 x 2 tiles, GROUP_M 2: (0,0) (1,0) (0,1) (1,1) (2,0) (2,1).
+    """
+    width = GROUP_M * tiles_n
+    first = index // width * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    within = index % width
+    return first + within % height, within // height
+
+
+@triton.jit
+def matmul_tile(
+    a_desc, a_ptr, b_desc, b_ptr, stride_a, stride_b, row, row_end, col, N, K,
+    PRECISION: tl.constexpr, B_K_MAJOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """fp32 product of rows ``row..`` of A [.., K] and columns ``col..`` of B [K, N], as [BLOCK_M, BLOCK_N].
+
+    Through descriptors where given, else through pointers. ``B_K_MAJOR``: B is stored [N, K]. Rows at or past ``row_end``
+    hold whatever the memory beyond the chunk held; each output row depends on its own input row alone.
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if a_desc is not None:
+        for step in range(tl.cdiv(K, BLOCK_K)):
+            a = a_desc.load([row, step * BLOCK_K])
+            if B_K_MAJOR:
+                b = b_desc.load([col, step * BLOCK_K]).T
+            else:
+                b = b_desc.load([step * BLOCK_K, col])
+            acc = dot(a, b, acc, PRECISION)
+    else:
+        rows = row + tl.arange(0, BLOCK_M)
+        cols = col + tl.arange(0, BLOCK_N)
+        ks = tl.arange(0, BLOCK_K)
+        stride_bk, stride_bn = stride_b, 1
+        if B_K_MAJOR:
+            stride_bk, stride_bn = 1, stride_b
+        a_rows = a_ptr + rows.to(tl.int64)[:, None] * stride_a
+        b_cols = b_ptr + cols.to(tl.int64)[None, :] * stride_bn
+        for step in range(tl.cdiv(K, BLOCK_K)):
+            k = step * BLOCK_K + ks
+            a = tl.load(a_rows + k[None, :], mask=(rows < row_end)[:, None] & (k < K)[None, :], other=0.0)
+            b = tl.load(b_cols + k[:, None] * stride_bk, mask=(cols < N)[None, :] & (k < K)[:, None], other=0.0)
+            acc = dot(a, b, acc, PRECISION)
+    return acc
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """``acc + a @ b`` in fp32."""
+    if INTERPRETED:
+        # The interpreter multiplies bf16 wrongly.
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def split_columns(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The left and the right half of a tile's columns."""
+    halves = tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+    return tl.split(halves)
+
+
+@triton.jit
+def store_block(
+    out_desc, out_ptr, bias_ptr, value, row, row_end, col, N, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Add the bias and store [BLOCK_M, COLUMNS] of a row-major output of N columns; never at or past ``row_end``.
+
+    A full block goes through the descriptor. A block that ends at ``row_end`` must not: the descriptor's bounds end with
+    the tensor, not with the chunk, and the rows below belong to another program.
+    """
+    cols = col + tl.arange(0, COLUMNS)
+    if bias_ptr is not None:
+        value += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    value = value.to(out_ptr.dtype.element_ty)
+    if out_desc is not None:
+        if row + BLOCK_M <= row_end:
+            out_desc.store([row, col], value)
+        else:
+            store_masked(out_ptr, value, row, row_end, cols, N, BLOCK_M)
+    else:
+        store_masked(out_ptr, value, row, row_end, cols, N, BLOCK_M)
+
+
+@triton.jit
+def store_masked(out_ptr, value, row, row_end, cols, N, BLOCK_M: tl.constexpr):
+    """Store columns ``cols`` of rows ``row..row_end-1`` of a row-major matrix of N columns."""
+    rows = row + tl.arange(0, BLOCK_M)
+    pointers = out_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(pointers, value, mask=(rows < row_end)[:, None] & (cols < N)[None, :])
+
+
+@triton.jit
+def copy_elements(source_ptr, target_ptr, count, BLOCK: tl.constexpr):
+    """Copy ``count`` (int64) contiguous elements."""
+    lane = tl.arange(0, BLOCK).to(tl.int64)
+    for start in range(0, count, BLOCK):
+        offset = start + lane
+        tl.store(target_ptr + offset, tl.load(source_ptr + offset, mask=offset < count), mask=offset < count)
+
+
+@triton.jit
+def copy_block(
+    source_ptr, target_ptr, row, row_end, col, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COPY_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy a [BLOCK_M, BLOCK_N] block, up to ``row_end`` and N, between row-major matrices of N columns.
+
+    COPY_BLOCK elements at a time: that many loads in flight, and registers, a tile's accumulator leaves free.
+    """
+    STEP: tl.constexpr = COPY_BLOCK // BLOCK_N if COPY_BLOCK < BLOCK_M * BLOCK_N else BLOCK_M
+    cols = col + tl.arange(0, BLOCK_N)
+    for first in range(0, BLOCK_M, STEP):
+        rows = row + first + tl.arange(0, STEP)
+        offsets = rows.to(tl.int64)[:, None] * N + cols[None, :]
+        mask = (rows < row_end)[:, None] & (cols < N)[None, :]
+        tl.store(target_ptr + offsets, tl.load(source_ptr + offsets, mask=mask), mask=mask)
+
+
+@triton.jit
+def push_piece(
+    buffer_ptr, x_ptr, peer, piece, rows_per_flag, rows, K, epoch, ALIGNED: tl.constexpr, COPY_BLOCK: tl.constexpr
+):
+    """Copy piece ``piece`` of the own chunk ``x`` [rows, K] to its place in ``peer``'s slot, then set its flag there.
+
+    Rows are pushed, not pulled: stores over the link need no answer, loads wait a round trip.
+    """
+    rank = tl.load(buffer_ptr + RANK)
+    first = (piece * rows_per_flag).to(tl.int64)
+    count = (tl.minimum(first + rows_per_flag, rows) - first) * K
+    target_ptr = slot_address(buffer_ptr, peer, epoch).to(x_ptr.dtype)
+    if ALIGNED:
+        target_ptr = tl.multiple_of(target_ptr, 16)
+    copy_elements(x_ptr + first * K, target_ptr + (rank * rows + first) * K, count, COPY_BLOCK)
+    release_flag(flags_ptr(buffer_ptr, peer, rank, epoch) + piece, epoch)

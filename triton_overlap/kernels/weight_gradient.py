@@ -1,0 +1,98 @@
+"""Weight gradient: a GEMM that contracts over the tokens, optionally into an existing fp32 gradient.
+
+Shapes, T tokens::
+
+    a [T, K]   g [T, N]   ->   out [K, N] = a^T @ g, or out += a^T @ g in fp32
+
+T is the contracted dimension, so both operands are zeroed past it: a NaN in one times a zero in the other is a NaN.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .config import TileConfig, fits_descriptor, is_row_major, tile_config
+from .launching import launch_kernel
+from .operands import descriptor, input_precision
+from .tiles import dot, tile_position
+
+
+@triton.jit(do_not_specialize=["T"])
+def weight_gradient_kernel(
+    a_ptr, a_desc, stride_a,  # [T, K]
+    g_ptr, g_desc, stride_g,  # [T, N]
+    out_ptr, stride_ok, stride_on,  # [K, N], any strides
+    T, K, N,
+    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = tile_position(tl.program_id(0), tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    ks = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    ns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(tl.cdiv(T, BLOCK_K)):
+        if a_desc is not None:  # bounds of the descriptors are T rows: beyond is zero
+            a = a_desc.load([step * BLOCK_K, tile_m * BLOCK_M])
+            g = g_desc.load([step * BLOCK_K, tile_n * BLOCK_N])
+        else:
+            ts = step * BLOCK_K + tl.arange(0, BLOCK_K)
+            rows = ts.to(tl.int64)[:, None]
+            a = tl.load(a_ptr + rows * stride_a + ks[None, :], mask=(ts < T)[:, None] & (ks < K)[None, :], other=0.0)
+            g = tl.load(g_ptr + rows * stride_g + ns[None, :], mask=(ts < T)[:, None] & (ns < N)[None, :], other=0.0)
+        acc = dot(a.T, g, acc, PRECISION)
+    mask = (ks < K)[:, None] & (ns < N)[None, :]
+    pointers = out_ptr + ks.to(tl.int64)[:, None] * stride_ok + ns.to(tl.int64)[None, :] * stride_on
+    if ACCUMULATE:
+        acc += tl.load(pointers, mask=mask, other=0.0)
+    tl.store(pointers, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def launch(
+    a: torch.Tensor,
+    g: torch.Tensor,
+    accumulate_into: torch.Tensor | None = None,
+    *,
+    interpreted: bool,
+    config: TileConfig | None = None,
+) -> torch.Tensor:
+    """``a^T @ g``.
+
+    Args:
+        a: [T, K].
+        g: [T, N] in the dtype of ``a``.
+        accumulate_into: fp32 [K, N] of any strides, to which the product is added in fp32; returned. By default the
+            product is a fresh [K, N] tensor in the dtype of ``a``.
+        interpreted: whether kernels run under Triton's interpreter.
+        config: tile sizes; BLOCK_M runs over K, BLOCK_N over N and BLOCK_K over T.
+    """
+    k, n = a.shape[1], g.shape[1]
+    a = a if is_row_major(a) else a.contiguous()
+    g = g if is_row_major(g) else g.contiguous()
+    # The contracted length changes from call to call; no tile size may follow it.
+    config = config or tile_config(a.dtype, n, 512, interpreted=interpreted)
+    out = torch.empty(k, n, dtype=a.dtype, device=a.device) if accumulate_into is None else accumulate_into
+    descriptors = config.descriptors and fits_descriptor(a) and fits_descriptor(g)
+    launch_kernel(
+        weight_gradient_kernel,
+        triton.cdiv(k, config.BLOCK_M) * triton.cdiv(n, config.BLOCK_N),
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        a_ptr=a,
+        a_desc=descriptor(a, [config.BLOCK_K, config.BLOCK_M], descriptors),
+        stride_a=a.stride(0),
+        g_ptr=g,
+        g_desc=descriptor(g, [config.BLOCK_K, config.BLOCK_N], descriptors),
+        stride_g=g.stride(0),
+        out_ptr=out,
+        stride_ok=out.stride(0),
+        stride_on=out.stride(1),
+        T=a.shape[0],
+        K=k,
+        N=n,
+        ACCUMULATE=accumulate_into is not None,
+        PRECISION=input_precision(a.dtype),
+        BLOCK_M=config.BLOCK_M,
+        BLOCK_N=config.BLOCK_N,
+        BLOCK_K=config.BLOCK_K,
+        GROUP_M=config.GROUP_M,
+    )
+    return out
