@@ -204,14 +204,9 @@ def parallelize(model: LanguageModel, group: to.Group, max_tokens: int) -> None:
 
 def sum_replicated_gradients(model: nn.Module) -> None:
     """Add up, over ranks, the gradients of parameters that every rank holds and has applied to its own rows only."""
-    sharded = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, (to.nn.ColumnParallelLinear, to.nn.RowParallelLinear))
-        for parameter in module.parameters()
-    }
     for parameter in model.parameters():
-        if id(parameter) not in sharded and parameter.grad is not None:
+        # The parallel layers mark their parameters; those gradients are complete.
+        if not hasattr(parameter, "tensor_parallel_dim") and parameter.grad is not None:
             dist.all_reduce(parameter.grad)
 
 

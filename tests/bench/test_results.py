@@ -61,7 +61,9 @@ def test_tables_show_ratios_and_reasons() -> None:
     text = io.StringIO()
     print_tables(results(), Console(file=text, width=200))
     assert "all_gather_matmul, K 64, N 32, bfloat16, 2 ranks, NVIDIA H200" in text.getvalue()
-    assert len(re.findall(r"\b1\.10\b", text.getvalue())) == 8  # two operations, two counts, over the GEMM and over the bound
+    assert (
+        len(re.findall(r"\b1\.10\b", text.getvalue())) == 8
+    )  # two operations, two counts, over the GEMM and over the bound
     assert text.getvalue().count("async-TP did not run: not on this machine") == 1
 
 
