@@ -223,7 +223,7 @@ def send_headers(buffer_ptr, epoch, tokens, n, k, operation):
 @triton.jit
 def _header(epoch, tokens, n, k, operation):
     lane = tl.arange(0, HEADER_WORDS)
-    value = tl.where(lane == 0, tokens, tl.where(lane == 1, n, tl.where(lane == 2, k, operation)))
+    value = tl.where(lane == 0, operation, tl.where(lane == 1, tokens, tl.where(lane == 2, n, k)))
     return (epoch.to(tl.int64) << 32) | value.to(tl.int64)
 
 
@@ -263,7 +263,7 @@ def wait_headers(buffer_ptr, first, last, epoch, tokens, n, k, operation):
             if ok == 1:
                 differs = tl.max(tl.where(seen != expected, lane, -1))
                 if differs >= 0:
-                    # Name the first word that differs: the token count before N, K and the operation.
+                    # Name the first word that differs: the operation before the token count, N and K.
                     word = tl.min(tl.where(seen != expected, lane, HEADER_WORDS))
                     fail(
                         buffer_ptr, MISMATCH, operation, AT_HEADER, peer, epoch, word,

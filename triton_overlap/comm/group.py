@@ -155,8 +155,9 @@ class Group:
         self.backend.synchronize()
         live = [buffer for buffer in self._buffers.values() if not buffer.closed]
         mine = [(buffer.capacity_shape, str(buffer.dtype), buffer.epoch) for buffer in live]
-        # Also the barrier after which no kernel of any rank touches the old memory.
-        everyone = self.all_gather_object(mine)
+        # Also the barrier after which no kernel of any rank touches the old memory. A peer may still be in a wait of the
+        # failed call, which lasts up to timeout_s, hence twice that.
+        everyone = self.backend.all_gather_object(mine, 2 * self.timeout_s)
         if any([entry[:2] for entry in other] != [entry[:2] for entry in mine] for other in everyone):
             raise ValueError(
                 "recover() needs the same buffers on every rank, got "

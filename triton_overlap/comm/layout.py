@@ -27,7 +27,7 @@ from enum import IntEnum
 ALIGNMENT = 1024
 #: The smallest tile, in rows and in columns, that may have a flag of its own.
 FLAG_TILE = 16
-#: int64 words of a header: token count, N, K, operation code; the epoch is the upper half of each.
+#: int64 words of a header: operation, rows of a chunk, N, K; the epoch is the upper half of each.
 HEADER_WORDS = 4
 #: int64 words of a failure record, in host memory and in the control block.
 RECORD_WORDS = 8

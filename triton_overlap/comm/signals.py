@@ -21,7 +21,7 @@ class Operation(IntEnum):
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KINDS = {1: "timeout", 2: "mismatch"}
 _PLACES = {1: "header", 2: "data flag", 3: "staged tile"}
-_HEADER_FIELDS = ("T/W", "N", "K", "operation")
+_HEADER_FIELDS = ("operation", "T", "N", "K")
 _LOW_32 = (1 << 32) - 1
 
 
@@ -54,7 +54,8 @@ def decode_record(words: list[int], reported_by: int, world_size: int) -> Failur
             expected_text = describe_operation(expected & _LOW_32)
             seen_text = describe_operation(seen & _LOW_32)
         else:
-            name, scale = (_HEADER_FIELDS[index], 1) if index else ("T", world_size)
+            name = _HEADER_FIELDS[index]
+            scale = world_size if name == "T" else 1  # the header carries the rows of a chunk
             expected_text = f"{name} = {(expected & _LOW_32) * scale}"
             seen_text = f"{name} = {(seen & _LOW_32) * scale}"
     return FailureRecord(
