@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import importlib.metadata
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,10 +22,10 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from tests.distributed import run_ranks
+from tests.distributed import Ranks, run_ranks
 from triton_overlap.comm import backends
 from triton_overlap.comm.backend import CopyStream
-from triton_overlap.comm.backends import shm
+from triton_overlap.comm.backends import cuda, shm
 from triton_overlap.comm.bootstrap import LocalBootstrap, StoreBootstrap
 from triton_overlap.errors import BackendError, ClosedError, CommMismatchError, CommTimeoutError
 
@@ -43,11 +45,12 @@ def _add_kernel(table_ptr: Any, peer: Any, word: Any, count: Any) -> None:
 def _wait_and_sum_kernel(
     table_ptr: Any, rank: Any, flag: Any, epoch: Any, first: Any, out_ptr: Any, N: tl.constexpr
 ) -> None:
-    """Sum ``N`` int32 words from word ``first`` of the own copy as soon as word ``flag`` is ``epoch``."""
+    """Add up ``N`` int32 words from word ``first`` of the own copy as soon as word ``flag`` is ``epoch``."""
     words = tl.load(table_ptr + rank).to(tl.pointer_type(tl.int32))
     seen = tl.atomic_add(words + flag, 0, sem="acquire", scope="sys")
     while seen != epoch:
         seen = tl.atomic_add(words + flag, 0, sem="acquire", scope="sys")
+    tl.debug_barrier()  # one thread acquired; the others read after it
     tl.store(out_ptr, tl.sum(tl.load(words + first + tl.arange(0, N)), 0))
 
 
@@ -71,6 +74,10 @@ def _mappings() -> int:
 
 def _shm() -> Any:
     return backends.create("shm", timeout_s=TIMEOUT_S)
+
+
+def _auto() -> Any:
+    return backends.create("auto", timeout_s=TIMEOUT_S)
 
 
 def _bootstrap() -> StoreBootstrap:
@@ -192,14 +199,14 @@ def test_failed_import_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
         backends.create("cuda")
 
 
-def _auto() -> str:
-    backend = backends.create("auto", timeout_s=TIMEOUT_S)
+def _chosen() -> str:
+    backend = _auto()
     backend.close()
     return backend.name
 
 
 def test_auto_is_shm_without_gpus() -> None:
-    assert run_ranks(2, _auto) == ["shm", "shm"]
+    assert run_ranks(2, _chosen) == ["shm", "shm"]
 
 
 def test_kernels_that_are_not_interpreted_are_refused() -> None:
@@ -288,9 +295,10 @@ def test_shm_without_torch_distributed() -> None:
 
 
 def _count(count: int) -> int:
-    backend = _shm()
+    backend = _auto()
     memory = backend.symmetric_empty(64, TIMEOUT_S)
     _add_kernel[(1,)](memory.table, 0, 3, count)
+    backend.synchronize()
     backend.barrier(TIMEOUT_S)
     total = int(memory.local.view(torch.int32)[3])
     backend.close()
@@ -303,10 +311,10 @@ def test_atomics_of_several_processes_lose_nothing() -> None:
 
 def _hand_over(rounds: int) -> None:
     """A token goes round the ranks; every hand-over carries 64 words, by kernel and by copy in turn."""
-    backend = _shm()
+    backend = _auto()
     rank, world_size = backend.rank, backend.world_size
     memory = backend.symmetric_empty(4096, TIMEOUT_S)
-    total = torch.zeros(1, dtype=torch.int32)
+    total = torch.zeros(1, dtype=torch.int32, device=backend.device)
     following = (rank + 1) % world_size
     for epoch in range(1, rounds + 1):
         first = 64 * (epoch % 2)
@@ -319,16 +327,140 @@ def _hand_over(rounds: int) -> None:
             _put_kernel[(1,)](memory.table, following, 1000, epoch, first, epoch, N=64)
         else:
             backend.copies.begin()
-            source = torch.full((8, 8), epoch, dtype=torch.int32)
+            source = torch.full((8, 8), epoch, dtype=torch.int32, device=backend.device)
             backend.copies.push(memory, following, 4 * first, source, 4000, epoch)
             backend.copies.end()
+    backend.synchronize()
     backend.barrier(TIMEOUT_S)
+    backend.free(memory)
     backend.close()
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_data_is_there_when_its_flag_is(world_size: int) -> None:
     run_ranks(world_size, _hand_over, 40)
+
+
+# ---- cuda -------------------------------------------------------------------------------------------------------
+
+GPU = {"local": None, "hostname": "a", "host": "1", "index": 0, "device": "uuid-0", "overlap": False}
+SHARED = {**GPU, "overlap": True}
+
+
+@pytest.mark.parametrize(
+    "second, match",
+    [
+        ({**GPU, "local": "torch sees no GPU"}, "on rank 1: torch sees no GPU"),
+        (
+            {**GPU, "host": "2", "hostname": "b"},
+            r"ranks 0 and 1 are on different hosts \(a and b\).*make a group of each",
+        ),
+        (GPU, r"ranks 0 and 1 use one GPU; call torch.cuda.set_device\(local_rank\).*OVERLAPPING_DEVICES=1.* gloo"),
+        (SHARED, r"ranks 0 and 1 use one GPU"),  # set on one rank only
+        ({**GPU, "device": "uuid-1"}, r"both call theirs cuda:0.*let every rank see all GPUs"),
+    ],
+)
+def test_what_cuda_refuses(second: dict[str, Any], match: str) -> None:
+    problem = cuda._problem([GPU, second])
+    assert problem is not None
+    assert re.search(match, problem)
+
+
+def test_what_cuda_accepts() -> None:
+    assert cuda._problem([GPU]) is None
+    assert cuda._problem([GPU, {**GPU, "index": 1, "device": "uuid-1"}]) is None
+    assert cuda._problem([SHARED, SHARED]) is None
+
+
+def test_nccl_of_another_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "nvidia-nccl-cu12":
+            return "2.27.3"
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    problem = cuda._nccl_conflict("13.0")
+    assert problem is not None
+    assert "nvidia-nccl-cu12 2.27.3" in problem
+    assert "pip uninstall nvidia-nccl-cu12" in problem
+    assert "--force-reinstall nvidia-nccl-cu13" in problem
+    assert cuda._nccl_conflict("12.8") is None
+
+
+def test_cuda_without_gpus_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("torch sees a GPU here")
+    with pytest.raises(BackendError, match=r"on rank 0: torch .*(without CUDA|sees no GPU).* use the shm backend"):
+        backends.create("cuda")
+
+
+def _on_gpus() -> None:
+    backend = _auto()
+    rank, world_size = backend.rank, backend.world_size
+    assert backend.name == "cuda"
+    assert isinstance(backend.copies, CopyStream)
+    properties = torch.cuda.get_device_properties(backend.device)
+    assert backend.num_programs == properties.multi_processor_count
+    with pytest.raises(ValueError, match=r"different sizes of one .* by rank: "):
+        backend.symmetric_empty(100 + rank, TIMEOUT_S)
+    memory = backend.symmetric_empty(5000, TIMEOUT_S)
+    assert memory.local.shape == (5000,)
+    assert memory.local.device == memory.table.device == backend.device
+    assert not memory.local.any()
+    assert memory.table[rank] == memory.local.data_ptr()
+    assert not (memory.table % 1024).any()
+    backend.barrier(TIMEOUT_S)
+    for peer in range(world_size):
+        _put_kernel[(1,)](memory.table, peer, 1000 + rank, rank - 5, 16 * rank, 100 * rank + peer, N=16)
+    backend.synchronize()
+    backend.barrier(TIMEOUT_S)
+    words = memory.local.view(torch.int32).tolist()
+    for source in range(world_size):
+        assert words[16 * source : 16 * source + 16] == [100 * source + rank] * 16
+        assert words[1000 + source] == source - 5
+    assert not any(words[16 * world_size : 1000])
+    # Epochs wrap to negative numbers; an empty chunk is announced all the same.
+    backend.barrier(TIMEOUT_S)
+    following = (rank + 1) % world_size
+    source = torch.arange(6, dtype=torch.bfloat16, device=backend.device) + 10 * rank
+    backend.copies.begin()
+    backend.copies.push(memory, following, 2048, source, 4000, -(2**31))
+    backend.copies.push(memory, following, 0, source[:0], 4004, -1)
+    backend.copies.end()
+    backend.synchronize()
+    backend.barrier(TIMEOUT_S)
+    before = (rank - 1) % world_size
+    assert memory.local[2048:2060].view(torch.bfloat16).tolist() == [10 * before + i for i in range(6)]
+    assert memory.local[4000:4008].view(torch.int32).tolist() == [-(2**31), -1]
+    # Host words: written by a kernel by address, read without a copy.
+    host = backend.host_words(16)
+    assert host.is_pinned()
+    address = torch.tensor([host.data_ptr()], device=backend.device)
+    _put_kernel[(1,)](address, 0, 20, 7, 0, 3, N=16)
+    backend.synchronize()
+    assert host.view(torch.int32)[:21].tolist() == [3] * 16 + [0] * 4 + [7]
+    assert not backend.local_zeros(100).any()
+    backend.wait_event(backend.record_event())
+    backend.barrier(TIMEOUT_S)
+    backend.free(memory)
+    backend.close()
+
+
+def test_cuda_memory_copies_and_host_words(gpu_ranks: Ranks) -> None:
+    gpu_ranks.run(_on_gpus)
+
+
+def test_cuda_atomics_of_several_processes_lose_nothing(gpu_ranks: Ranks) -> None:
+    total, *others = gpu_ranks.run(_count, 400)
+    assert total == 400 * gpu_ranks.world_size
+    assert not any(others)
+
+
+def test_cuda_data_is_there_when_its_flag_is(gpu_ranks: Ranks) -> None:
+    gpu_ranks.run(_hand_over, 40)
+
+
+# ---- shared memory, again: allocation and its failures ----------------------------------------------------------
 
 
 def _push_types() -> list[Any]:
