@@ -101,7 +101,8 @@ class KernelLaunch:
 
     def program_ids(self) -> Iterator[tuple[int, int, int]]:
         """Every program's position, in the stock interpreter's order."""
-        return itertools.product(*(range(extent) for extent in self.grid))
+        x, y, z = self.grid
+        return itertools.product(range(x), range(y), range(z))
 
 
 class InterpreterHooks(Protocol):
@@ -250,7 +251,9 @@ class _MemoryShim:
 def _atomic_access(op: str, ptr: Any, values: np.ndarray | None, mask: np.ndarray | None, sem: Any, scope: Any) -> Any:
     addresses = np.asarray(ptr.data)
     dtype = _np_dtype(ptr.get_element_ty())
-    operand: np.ndarray = np.zeros(addresses.shape, dtype) if values is None else np.broadcast_to(values, addresses.shape)
+    operand: np.ndarray = (
+        np.zeros(addresses.shape, dtype) if values is None else np.broadcast_to(values, addresses.shape)
+    )
     if mask is None:
         addresses, operand = addresses.ravel(), operand.ravel()
     else:
@@ -286,7 +289,9 @@ def _patch_interpreter() -> None:
             return stock_cas(self, ptr, cmp, val, sem, scope)
 
         return (
-            perform() if _hooks is None else _hooks.atomic(_atomic_access("cas", ptr, val.data, None, sem, scope), perform)
+            perform()
+            if _hooks is None
+            else _hooks.atomic(_atomic_access("cas", ptr, val.data, None, sem, scope), perform)
         )
 
     def create_atomic_load(self: Any, ptr: Any, mask: Any, sem: Any, scope: Any) -> Any:

@@ -1,0 +1,29 @@
+"""Deterministic simulation of N ranks that run Triton kernels in one process; see ``docs/simulator.md``."""
+
+from triton_overlap.sim.faults import (
+    KILLED,
+    DelayRank,
+    DoubleSignal,
+    Fault,
+    KillRank,
+    LoseSignal,
+    SignalFault,
+    StallSource,
+    TearHeader,
+)
+from triton_overlap.sim.machine import LogEntry
+from triton_overlap.sim.world import World
+
+__all__ = [
+    "KILLED",
+    "DelayRank",
+    "DoubleSignal",
+    "Fault",
+    "KillRank",
+    "LogEntry",
+    "LoseSignal",
+    "SignalFault",
+    "StallSource",
+    "TearHeader",
+    "World",
+]

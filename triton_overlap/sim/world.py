@@ -1,0 +1,218 @@
+"""``World``: N ranks in one process, their kernels under Triton's interpreter, every schedule from one seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from triton_overlap.comm import interpreter
+from triton_overlap.comm.backends.sim import SimBackend
+from triton_overlap.errors import SimulationError
+from triton_overlap.sim.faults import KILLED, Fault, FaultPlan
+from triton_overlap.sim.machine import HostTask, LogEntry, Machine
+from triton_overlap.sim.meetings import Meetings
+from triton_overlap.sim.scheduler import program_fiber
+
+if TYPE_CHECKING:
+    from triton_overlap.comm.group import Group
+
+
+class World:
+    """A deterministic simulation of ``world_size`` ranks.
+
+    Each rank runs host code of yours on a thread of its own, and launches Triton kernels; programs, streams and copies
+    take turns in an order that ``seed`` decides. See ``docs/simulator.md`` for what is modelled.
+
+    Args:
+        world_size: number of ranks, at least 1.
+        seed: of every decision. The same seed, world and program give the same schedule and the same results.
+        faults: from :mod:`triton_overlap.sim`, such as ``KillRank(1, turn=40)``.
+        check_races: report accesses that nothing orders as :class:`RaceError`, whatever they did in this schedule.
+        num_programs: of persistent grids on every rank; None draws 1 to 4 from the seed.
+        timeout_s: bound of the group's waits, in seconds of virtual time.
+        max_steps: turns after which a run is given up as endless.
+        fibers: what programs run on: ``"greenlet"``, ``"thread"``, or ``"auto"``, which prefers greenlets. The schedule
+            does not depend on it.
+        log: keep a list of events in :attr:`log`.
+
+    Attributes:
+        trace: digest of the schedule of the last run: equal digests, equal schedules.
+        steps: turns the last run took.
+        time_ns: virtual time at its end, in nanoseconds.
+        log: list of :class:`LogEntry` of the last run, or None.
+
+    Raises:
+        ValueError: a size is not positive, or a fault names a rank that does not exist.
+        BackendError: Triton's interpreter is not active in this process.
+
+    Example::
+
+        def exchange(group):
+            return group.all_gather_object(group.rank)
+
+        assert World(2, seed=7).run(exchange) == [[0, 1], [0, 1]]
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        seed: int = 0,
+        *,
+        faults: Sequence[Fault] | None = None,
+        check_races: bool = True,
+        num_programs: int | None = None,
+        timeout_s: float = 300.0,
+        max_steps: int = 2_000_000,
+        fibers: str = "auto",
+        log: bool = False,
+    ) -> None:
+        if world_size < 1:
+            raise ValueError(f"a world has at least one rank, not {world_size}")
+        if num_programs is not None and num_programs < 1:
+            raise ValueError(f"num_programs must be positive, not {num_programs}")
+        FaultPlan(faults, world_size)
+        interpreter.prepare()
+        self.world_size = world_size
+        self.seed = seed
+        self.timeout_s = timeout_s
+        self._faults = faults
+        self._check_races = check_races
+        self._num_programs = num_programs
+        self._max_steps = max_steps
+        self._make_fiber = program_fiber(fibers)
+        self._keep_log = log
+        self.trace = ""
+        self.steps = 0
+        self.time_ns = 0
+        self.log: list[LogEntry] | None = None
+
+    def run(self, fn: Callable[[Group], Any], *, return_exceptions: bool = False) -> list[Any]:
+        """Call ``fn(group)`` on every rank and return the results in rank order.
+
+        Args:
+            fn: host code of a rank. ``group`` is a :class:`triton_overlap.comm.group.Group`.
+            return_exceptions: put an exception that a rank raised in the place of its result, instead of raising the
+                first of them. What the simulator itself finds is raised all the same. A rank that a fault killed has
+                ``KILLED`` as its result.
+
+        Raises:
+            DeadlockError: no task can make progress.
+            RaceError: two accesses that nothing orders.
+            MemoryFaultError: an access to memory that no kernel was given.
+            Exception: the first exception that a rank raised; notes name those of the other ranks.
+        """
+        from triton_overlap.comm.group import Group  # the group knows backends, and backends know this package
+
+        def with_group(backend: SimBackend) -> Any:
+            group = Group(backend, timeout_s=self.timeout_s, check="sync")
+            try:
+                return fn(group)
+            finally:
+                group.close()
+
+        return self.run_backends(with_group, return_exceptions=return_exceptions)
+
+    def run_backends(self, fn: Callable[[SimBackend], Any], *, return_exceptions: bool = False) -> list[Any]:
+        """As :meth:`run`, with the bare backend in place of a group."""
+        return _Run(self, fn).run(return_exceptions)
+
+    def _machine(self) -> Machine:
+        return Machine(
+            self.world_size,
+            self.seed,
+            faults=self._faults,
+            check_races=self._check_races,
+            num_programs=self._num_programs,
+            max_steps=self._max_steps,
+            make_fiber=self._make_fiber,
+            log=self._keep_log,
+        )
+
+
+class _Run:
+    """One run of a world."""
+
+    def __init__(self, world: World, fn: Callable[[SimBackend], Any]) -> None:
+        self._world = world
+        self._fn = fn
+        self._machine = world._machine()
+        self._meetings = Meetings(self._machine)
+        self._results: list[Any] = [None] * world.world_size
+        self._errors: list[tuple[int, BaseException]] = []  # in the order they were raised
+        self._machine.on_host_end = self._host_ended
+
+    def run(self, return_exceptions: bool) -> list[Any]:
+        world, machine = self._world, self._machine
+        interpreter.install(machine)
+        rng_state = torch.get_rng_state()
+        num_threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(1)
+            for rank in range(world.world_size):
+                host = HostTask(rank, self._body(rank), rng_state)
+                machine.hosts.append(host)
+                host.streams.append(machine.new_stream(rank, 0))
+            for host in machine.hosts:
+                machine.scheduler.spawn(host)
+            machine.scheduler.run(self._finished)
+        except SimulationError as error:
+            self._raise_found(error)
+        finally:
+            machine.stop()
+            interpreter.uninstall(machine)
+            torch.set_num_threads(num_threads)
+            torch.set_rng_state(rng_state)
+            world.trace, world.steps = machine.scheduler.trace, machine.scheduler.steps
+            world.time_ns, world.log = machine.scheduler.now_ns, machine.log
+        for rank in machine.killed:
+            self._results[rank] = KILLED
+        if return_exceptions:
+            for rank, raised in self._errors:
+                self._results[rank] = raised
+        elif self._errors:
+            raise self._first_error()
+        return self._results
+
+    def _body(self, rank: int) -> Callable[[], None]:
+        def body() -> None:
+            backend = SimBackend(self._machine, self._meetings, rank)
+            self._machine.hosts[rank].streams.append(backend.copy_stream)
+            self._results[rank] = self._fn(backend)
+
+        return body
+
+    def _finished(self) -> bool:
+        killed = self._machine.killed
+        return all(
+            host.rank in killed or (host.done and all(stream.idle for stream in host.streams))
+            for host in self._machine.hosts
+        )
+
+    def _host_ended(self, host: HostTask) -> None:
+        if host.error is not None:
+            if not isinstance(host.error, Exception):
+                raise host.error  # an interrupt, or SystemExit: not this world's to keep
+            self._errors.append((host.rank, host.error))
+
+    def _raise_found(self, error: SimulationError) -> None:
+        """Raise what the simulator found, unless it follows from an error of a rank."""
+        _note(error, f"simulated world: world_size={self._world.world_size}, seed={self._world.seed}")
+        if self._errors:
+            first = self._first_error()
+            _note(first, f"then: {type(error).__name__}: {error}")
+            raise first
+        raise error
+
+    def _first_error(self) -> BaseException:
+        (rank, first), *others = self._errors
+        _note(first, f"raised by rank {rank} of a simulated world of {self._world.world_size}, seed={self._world.seed}")
+        for other_rank, other in others:
+            _note(first, f"rank {other_rank} raised {type(other).__name__}: {other}")
+        return first
+
+
+def _note(error: BaseException, text: str) -> None:
+    """``error.add_note(text)``, also before Python 3.11, where it is kept but not printed."""
+    error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]
