@@ -124,7 +124,8 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     refuse_double_backward(_NAME)
     needs_a, needs_bs, needs_biases, *_ = ctx.needs_input_grad
     num_bs = len(ctx.main_grads)
-    bs, rows = list(ctx.saved_tensors[:num_bs]), list(ctx.saved_tensors[num_bs:])
+    saved = ctx.saved_tensors  # once: each access unpacks, which under checkpointing may happen only once
+    bs, rows = list(saved[:num_bs]), saved[num_bs:]
     out_grads = list(grads[:num_bs])
     gathered_grad = grads[num_bs] if ctx.gather else None
 

@@ -24,6 +24,7 @@ Shape ledger of replicated_matmul (W ranks, K the buffer's hidden size)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,20 +79,20 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(b, *([x] if needs_b else []))
 
 
-def _local_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of b and of the bias."""
+def _local_gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of b and of the bias, from the saved b and, where b wants a gradient, the left operand."""
     _, needs_b, needs_bias, *_ = ctx.needs_input_grad
-    b, *rest = ctx.saved_tensors
     return (
-        weight_gradient(rest[0], grad, b, ctx.main_grad) if needs_b else None,
+        weight_gradient(saved[1], grad, saved[0], ctx.main_grad) if needs_b else None,
         bias_gradient(grad) if needs_bias else None,
     )
 
 
 def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     refuse_double_backward(_ALL_REDUCE)
-    a_grad = local_matmul(grad, ctx.saved_tensors[0].transpose(0, 1)) if ctx.needs_input_grad[0] else None
-    return a_grad, *_local_gradients(ctx, grad), None, None, None
+    saved = ctx.saved_tensors  # once: each access unpacks, which under checkpointing may happen only once
+    a_grad = local_matmul(grad, saved[0].transpose(0, 1)) if ctx.needs_input_grad[0] else None
+    return a_grad, *_local_gradients(ctx, saved, grad), None, None, None
 
 
 matmul_all_reduce_op.register_autograd(_all_reduce_backward, setup_context=_setup_context)
@@ -123,11 +124,12 @@ def _replicated_fake(
 
 def _replicated_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     refuse_double_backward(_REPLICATED)
+    saved = ctx.saved_tensors
     x_grad: Tensor | None = None
     if ctx.needs_input_grad[0]:
-        transposed = ctx.saved_tensors[0].transpose(0, 1)
+        transposed = saved[0].transpose(0, 1)
         x_grad = torch.ops.triton_overlap.matmul_all_reduce(grad, transposed, None, None, ctx.buffer, ctx.method)
-    return x_grad, *_local_gradients(ctx, grad), None, None, None
+    return x_grad, *_local_gradients(ctx, saved, grad), None, None, None
 
 
 replicated_matmul_op.register_autograd(_replicated_backward, setup_context=_setup_context)

@@ -1,0 +1,64 @@
+"""The operations on rank processes over shared memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops import bodies
+from tests.ops.cases import DTYPES, FULL_CPU, SMALL_CPU, Sizes, on_ranks
+
+#: For 4 ranks, where a call takes twice as long.
+FOUR_RANKS = Sizes(hidden=32, features=40, rows=(2, 129, 1), max_rows=129)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_of_2_ranks(dtype: torch.dtype) -> None:
+    on_ranks(2, bodies.values, FULL_CPU, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_of_4_ranks(dtype: torch.dtype) -> None:
+    on_ranks(4, bodies.values, FOUR_RANKS, dtype)
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 4))
+def test_without_sequence_parallelism(world_size: int) -> None:
+    on_ranks(world_size, bodies.replicated, SMALL_CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "body",
+    (
+        bodies.microbatches,
+        bodies.no_grad,
+        bodies.checkpointing,
+        bodies.main_grad,
+        bodies.layouts,
+        bodies.needed_gradients,
+        bodies.raw_operator,
+        bodies.fresh_outputs,
+    ),
+    ids=lambda body: body.__name__,
+)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_uses(body: bodies.Body, dtype: torch.dtype) -> None:
+    on_ranks(2, body, SMALL_CPU, dtype)
+
+
+def test_autocast() -> None:
+    on_ranks(2, bodies.autocast, SMALL_CPU)
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 4))
+def test_errors(world_size: int) -> None:
+    on_ranks(world_size, bodies.errors, SMALL_CPU)
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_opcheck(world_size: int) -> None:
+    on_ranks(world_size, bodies.opcheck, SMALL_CPU)
+
+
+def test_compiled_for_every_token_count() -> None:
+    on_ranks(2, bodies.compiled, SMALL_CPU, torch.float32)
