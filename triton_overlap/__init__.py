@@ -1,3 +1,66 @@
-"""Bootstrapping."""
-import os; import torch
-if not torch.cuda.is_available(): os.environ.setdefault("TRITON_INTERPRET", "1")
+"""Triton kernels that hide communication behind matrix work, for token counts that change at every step."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    # Triton decides when a kernel is decorated, so this must come before any kernel is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from . import errors, nn, packing, sim
+from .comm.group import Group, init_group, symmetric_allocations
+from .comm.user_buffers import (
+    UserBuffer,
+    UserBufferQuantizationMode,
+    destroy_ub,
+    get_ub,
+    initialize_ub,
+    set_ub_active_shape,
+    user_buffer_by_handle,
+)
+from .errors import (
+    ActiveShapeError,
+    BackendError,
+    ClosedError,
+    CommError,
+    CommMismatchError,
+    CommTimeoutError,
+    GroupBrokenError,
+    TritonOverlapError,
+)
+from .kernels.launching import specializations
+from .ops import all_gather, all_gather_matmul, matmul_reduce_scatter
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ActiveShapeError",
+    "BackendError",
+    "ClosedError",
+    "CommError",
+    "CommMismatchError",
+    "CommTimeoutError",
+    "Group",
+    "GroupBrokenError",
+    "TritonOverlapError",
+    "UserBuffer",
+    "UserBufferQuantizationMode",
+    "all_gather",
+    "all_gather_matmul",
+    "destroy_ub",
+    "errors",
+    "get_ub",
+    "init_group",
+    "initialize_ub",
+    "matmul_reduce_scatter",
+    "nn",
+    "packing",
+    "set_ub_active_shape",
+    "sim",
+    "specializations",
+    "symmetric_allocations",
+    "user_buffer_by_handle",
+]

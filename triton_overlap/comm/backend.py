@@ -43,7 +43,8 @@ class SymmetricMemory:
 
 @runtime_checkable
 class CopyStream(Protocol):
-    """Transfers beside the kernels: the copy engine of a GPU, a task in the simulator, a plain copy over shared memory."""
+    """Transfers beside the kernels: the copy engine of a GPU, a task in the simulator, a plain copy over shared
+    memory."""
 
     def begin(self) -> None:
         """Later pushes start after everything that the caller's current stream holds now."""

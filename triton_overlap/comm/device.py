@@ -8,7 +8,8 @@ relies on stand at that line.
 What the primitives guarantee
     ``release_flag``   everything this program stored before it, by all its threads, is visible to whoever sees the flag
                        with ``wait_flags``. Not so for descriptor (TMA) stores, which are asynchronous.
-    ``wait_flags``     when it returns 1, plain loads and descriptor loads of this program see what was stored before each
+    ``wait_flags``     when it returns 1, plain loads and descriptor loads of this program see what was stored before
+    each
                        flag was released.
     ``wait_headers``   when it returns 1, the peers in question run the same operation on the same shapes in this epoch.
 
@@ -128,9 +129,7 @@ def now_ns(buffer_ptr):
         clock = tl.load(buffer_ptr + CLOCK).to(tl.pointer_type(tl.int64))
         return tl.atomic_add(clock, 0, sem="relaxed", scope="sys")
     else:
-        return tl.inline_asm_elementwise(
-            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
-        )
+        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -139,9 +138,7 @@ def _acquired():
     tl.debug_barrier()
     if not INTERPRETED:
         # A peer wrote through the generic proxy; TMA reads through the async proxy.
-        tl.inline_asm_elementwise(
-            "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        tl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -199,9 +196,7 @@ def _relay_record(buffer_ptr, reporter):
     """Copy what ``reporter`` wrote into this rank's control block to this rank's host."""
     lane = tl.arange(0, RECORD_WORDS)
     source = control_ptr(buffer_ptr, tl.load(buffer_ptr + RANK)) + reporter * RECORD_WORDS
-    _publish_record(
-        tl.load(buffer_ptr + RECORD).to(tl.pointer_type(tl.int64)), tl.load(source + lane, volatile=True)
-    )
+    _publish_record(tl.load(buffer_ptr + RECORD).to(tl.pointer_type(tl.int64)), tl.load(source + lane, volatile=True))
 
 
 @triton.jit

@@ -29,7 +29,8 @@ class Group:
     Args:
         backend: where it runs (comm/backend.py).
         timeout_s: seconds after which a wait, on the device or between hosts, gives up.
-        check: when a failed call raises: ``"sync"`` in the call itself, after a synchronisation; ``"async"`` at the next
+        check: when a failed call raises: ``"sync"`` in the call itself, after a synchronisation; ``"async"`` at the
+        next
             call into the library, without one. By default ``"sync"`` where kernels are interpreted.
 
     Attributes:
@@ -155,8 +156,8 @@ class Group:
         self.backend.synchronize()
         live = [buffer for buffer in self._buffers.values() if not buffer.closed]
         mine = [(buffer.capacity_shape, str(buffer.dtype), buffer.epoch) for buffer in live]
-        # Also the barrier after which no kernel of any rank touches the old memory. A peer may still be in a wait of the
-        # failed call, which lasts up to timeout_s, hence twice that.
+        # Also the barrier after which no kernel of any rank touches the old memory. A peer may still be in a wait of
+        # the failed call, which lasts up to timeout_s, hence twice that.
         everyone = self.backend.all_gather_object(mine, 2 * self.timeout_s)
         if any([entry[:2] for entry in other] != [entry[:2] for entry in mine] for other in everyone):
             raise ValueError(
@@ -209,5 +210,3 @@ def init_group(
     group = Group(create(backend, process_group, timeout_s=timeout_s), timeout_s=timeout_s, check=check)
     group.agree("timeout_s and check of a group", (group.timeout_s, group.check_mode))
     return group
-
-

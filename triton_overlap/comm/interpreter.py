@@ -15,10 +15,13 @@ behaves as stock, only faster:
   the replacement happens once for the life of the process. That also makes the call of a device function about nine
   times cheaper.
 * The look-up of a NumPy dtype rebuilds a table at every load, store and cast; here it remembers.
+* Integer sums and products are computed a second time for an overflow check whose outcome is then dropped, unless
+  kernels run in debug mode; here they are not.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import operator
@@ -333,6 +336,9 @@ def _patch_interpreter() -> None:
         _hooks.store(pointers.data, value.data, lanes, True)
         return None
 
+    options = stock.interpreter_builder.options
+    if not options.debug:
+        stock.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     builder.create_atomic_rmw = create_atomic_rmw
     builder.create_atomic_cas = create_atomic_cas
     if hasattr(builder, "create_atomic_load"):  # Triton 3.7 and newer

@@ -7,9 +7,9 @@ A user buffer of capacity ``[max_tokens, hidden]`` is one symmetric allocation:
     flags    int32 [2, world_size, flags_per_source]  every peer  epoch of the data that a flag announces
     data     dtype [2, max_tokens, hidden]            every peer  the two slots
 
-A group has one more, its control block: int64 ``[world_size + 1, 8]``, row r a failure that rank r reports, and word 0 of
-the last row the notice that somebody failed (the failing rank + 1). It is the group's, so that a failure on one buffer
-ends waits on every other.
+A group has one more, its control block: int64 ``[world_size + 1, 8]``, row r a failure that rank r reports, and word 0
+of the last row the notice that somebody failed (the failing rank + 1). It is the group's, so that a failure on one
+buffer ends waits on every other.
 
 Slot ``epoch % 2`` serves the call with that epoch. Flags and headers have slots of their own for the same reason that
 data has (comm/README.md).

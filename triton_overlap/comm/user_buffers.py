@@ -220,11 +220,11 @@ class UserBuffer:
         return self.memory.local[begin : begin + size].view(self.dtype).view(tokens, hidden)
 
     def gathered(self, tokens: int) -> torch.Tensor:
-        """View [tokens, hidden] of the last call's slot. It never leaves the library: copy what must outlive the call."""
+        """View [tokens, hidden] of the last call's slot. It never leaves the library: copy what must outlive it."""
         return self.slot(self.epoch & 1)[:tokens]
 
     def close(self) -> None:
-        """Release the memory once no rank uses it any more (``Group.close`` sees to that). Closing twice is harmless."""
+        """Release the memory, once no rank uses it any more (``Group.close`` sees to that). Idempotent."""
         if not self.closed:
             self.closed = True
             self.group.backend.free(self.memory)

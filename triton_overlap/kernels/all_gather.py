@@ -4,9 +4,9 @@ Shapes, T tokens over W ranks::
 
     x [T/W, hidden]   ->   slot [T, hidden], the chunk of rank r at rows [r*T/W, (r+1)*T/W)
 
-One queue of tasks: the pushes of this rank's chunk, in pieces, to the ranks 1, 2, .. steps before it and to its own slot,
-then the waits for everybody else's pieces, FLAG_LANES flags a task. All pushes stand before all waits, and a push waits
-for nothing, so however few programs are resident, every rank's pieces are pushed.
+One queue of tasks: the pushes of this rank's chunk, in pieces, to the ranks 1, 2, .. steps before it and to its own
+slot, then the waits for everybody else's pieces, FLAG_LANES flags a task. All pushes stand before all waits, and a
+push waits for nothing, so however few programs are resident, every rank's pieces are pushed.
 """
 
 import torch
@@ -59,11 +59,10 @@ def all_gather_kernel(
         else:
             ok = tl.full((), 0, tl.int32)
     while (task < total) & (ok == 1):
+        upcoming = claim_task(buffer_ptr)  # early, to hide its latency; each program still works in queue order
         if task < pushes:
             peer = (rank + world_size - 1 - task // pieces) % world_size
-            push_piece(
-                buffer_ptr, x_ptr, peer, task % pieces, rows_per_flag, rows, K, epoch, ALIGNED, COPY_BLOCK
-            )
+            push_piece(buffer_ptr, x_ptr, peer, task % pieces, rows_per_flag, rows, K, epoch, ALIGNED, COPY_BLOCK)
         else:
             if agreed == 0:
                 ok = wait_headers(buffer_ptr, 1, world_size, epoch, rows, 0, K, operation)
@@ -74,7 +73,7 @@ def all_gather_kernel(
                 count = tl.minimum(pieces - first, FLAG_LANES)
                 own_flags = flags_ptr(buffer_ptr, rank, source, epoch)
                 ok = wait_flags(buffer_ptr, own_flags, first, count, epoch, operation, AT_DATA, source, FLAG_LANES)
-        task = claim_task(buffer_ptr)
+        task = upcoming
     if (ok == 1) & (agreed == 0):
         ok = wait_headers(buffer_ptr, 1, world_size, epoch, rows, 0, K, operation)
     if ok == 0:
@@ -85,7 +84,7 @@ def all_gather_kernel(
 
 
 def launch(buffer: UserBuffer, x: torch.Tensor, *, config: TileConfig | None = None) -> None:
-    """Gather ``x`` [T/W, hidden] of every rank; the rows stand in ``buffer.gathered(T)`` until the buffer's next call."""
+    """Gather ``x`` [T/W, hidden] of every rank into ``buffer.gathered(T)``, until the buffer's next call."""
     group = buffer.group
     x = contiguous_rows(x)
     rows, k = x.shape

@@ -15,9 +15,9 @@ Example, W 2, two tiles a chunk, two pieces a chunk::
     rank 0  push 0  tile   push 1  tile   tile*   tile*      * waits for rank 1's pieces
 
 Progress, with however few programs resident: a tile of phase p waits only for pieces that stand, in the queue of their
-sender, before every tile of phase p; tasks are claimed in order and a push waits for nothing. So by induction over p all
-pieces for phase p are pushed. Where the copy engine sends (``sender="copy_engine"``), there are no pushes in the queue,
-and the copies wait for no program at all.
+sender, before every tile of phase p; a push waits for nothing, and every program works off its tasks in queue order. So
+by induction over p all pieces for phase p are pushed. Where the copy engine sends (``sender="copy_engine"``), there
+are no pushes in the queue, and the copies wait for no program at all.
 
 Lower bound: the larger of the GEMM alone and of (W-1)/W * T * K elements over the link.
 """
@@ -53,7 +53,7 @@ from .tiles import MAX_STORE_COLUMNS, matmul_tile, push_piece, split_columns, st
 FLAG_LANES = tl.constexpr(_config.FLAG_LANES)
 
 #: Rows of a chunk from which the copy engine sends instead of programs: below, its hand-over of about 10 us costs more.
-COPY_ENGINE_ROWS = 1024
+COPY_ENGINE_ROWS = 512
 #: Bytes that the copy engine moves before it sets a flag.
 COPY_ENGINE_BYTES = 32 * 1024 * 1024
 
@@ -77,7 +77,8 @@ def all_gather_matmul_kernel(
     out_ptr, out_desc, bias_ptr,  # [W * rows, N] row-major, and [N] or None
     epoch, rows, rows_per_flag, pushes, operation, N, K,  # pushes: peers to push to, plus 1 for the own slot, or 0
     PRECISION: tl.constexpr, B_K_MAJOR: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, COPY_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    COPY_BLOCK: tl.constexpr,
 ):  # fmt: skip
     rank = tl.load(buffer_ptr + RANK).to(tl.int32)
     world_size = tl.load(buffer_ptr + WORLD_SIZE).to(tl.int32)
@@ -90,6 +91,7 @@ def all_gather_matmul_kernel(
 
     ok = tl.full((), 1, tl.int32)
     checked = tl.full((), 1, tl.int32)  # the headers of ranks 1 .. checked-1 steps away agree
+    arrived = tl.full((), -1, tl.int32)  # the flag this program saw last: one may cover many tiles
     task = claim_task(buffer_ptr)
     if task == 0:
         if failure_noticed(buffer_ptr) == 0:
@@ -97,6 +99,7 @@ def all_gather_matmul_kernel(
         else:
             ok = tl.full((), 0, tl.int32)
     while (task < total) & (ok == 1):
+        upcoming = claim_task(buffer_ptr)  # early, to hide its latency; each program still works in queue order
         phase = tl.minimum(task // (tiles + pieces), pushes)
         index = task - phase * (tiles + pieces)
         pieces_here = pieces
@@ -110,9 +113,7 @@ def all_gather_matmul_kernel(
         next_piece = (((index + 1).to(tl.int64) * pieces_here + span - 1) // span).to(tl.int32)
         if next_piece > piece:
             peer = (rank + world_size - 1 - phase) % world_size
-            push_piece(
-                buffer_ptr, x_ptr, peer, piece, rows_per_flag, rows, K, epoch, x_desc is not None, COPY_BLOCK
-            )
+            push_piece(buffer_ptr, x_ptr, peer, piece, rows_per_flag, rows, K, epoch, x_desc is not None, COPY_BLOCK)
         else:
             tile_m, tile_n = tile_position(index - piece, tiles_m, tiles_n, GROUP_M)
             row = tile_m * BLOCK_M
@@ -132,10 +133,13 @@ def all_gather_matmul_kernel(
                 if ok == 1:
                     first = row // rows_per_flag
                     count = (tl.minimum(row + BLOCK_M, rows) - 1) // rows_per_flag - first + 1
-                    own_flags = flags_ptr(buffer_ptr, rank, source, epoch)
-                    ok = wait_flags(
-                        buffer_ptr, own_flags, first, count, epoch, operation, AT_DATA, source, FLAG_LANES
-                    )
+                    flag = phase * pieces + first
+                    if (count > 1) | (flag != arrived):
+                        own_flags = flags_ptr(buffer_ptr, rank, source, epoch)
+                        ok = wait_flags(
+                            buffer_ptr, own_flags, first, count, epoch, operation, AT_DATA, source, FLAG_LANES
+                        )
+                    arrived = flag
                 if ok == 1:
                     begin = source * rows
                     acc = matmul_tile(
@@ -143,7 +147,7 @@ def all_gather_matmul_kernel(
                         PRECISION, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K,
                     )  # fmt: skip
                     _store_tile(out_desc, out_ptr, bias_ptr, acc, begin + row, begin + rows, col, N, BLOCK_M, BLOCK_N)
-        task = claim_task(buffer_ptr)
+        task = upcoming
     if ok == 1:
         ok = wait_headers(buffer_ptr, checked, world_size, epoch, rows, N, K, operation)
     if ok == 0:
@@ -152,9 +156,7 @@ def all_gather_matmul_kernel(
         poison_after_failure(buffer_ptr, out_ptr, (rows * world_size).to(tl.int64) * N, COPY_BLOCK)
 
 
-def _send_by_copy_engine(
-    copies: CopyStream, buffer: UserBuffer, call: Call, x: torch.Tensor, block_m: int
-) -> int:
+def _send_by_copy_engine(copies: CopyStream, buffer: UserBuffer, call: Call, x: torch.Tensor, block_m: int) -> int:
     """Enqueue this rank's chunk for every peer, nearest consumer first; returns the rows of a flag."""
     rank, world_size = buffer.group.rank, buffer.group.world_size
     rows, k = x.shape

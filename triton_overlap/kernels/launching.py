@@ -1,8 +1,8 @@
 """The one place that launches kernels: it counts compilation keys, under the interpreter too.
 
 Triton compiles a kernel anew for each combination of constexprs, argument types, and, unless told not to specialise, of
-"is 1" and "divisible by 16" for integers and "aligned to 16 bytes" for pointers. A key computed here has the same parts,
-so a token count that would compile on a GPU is seen on a machine without one.
+"is 1" and "divisible by 16" for integers and "aligned to 16 bytes" for pointers. A key computed here has the same
+parts, so a token count that would compile on a GPU is seen on a machine without one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operands of a GEMM kernel: how B is stored, which operands go through descriptors, and the arguments common to kernels."""
+"""Operands of a GEMM kernel: how B lies in memory, what goes through descriptors, and the arguments all share."""
 
 from __future__ import annotations
 

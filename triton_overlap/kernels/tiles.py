@@ -25,12 +25,13 @@ def tile_position(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 @triton.jit
 def matmul_tile(
     a_desc, a_ptr, b_desc, b_ptr, stride_a, stride_b, row, row_end, col, N, K,
-    PRECISION: tl.constexpr, B_K_MAJOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, B_K_MAJOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """fp32 product of rows ``row..`` of A [.., K] and columns ``col..`` of B [K, N], as [BLOCK_M, BLOCK_N].
 
-    Through descriptors where given, else through pointers. ``B_K_MAJOR``: B is stored [N, K]. Rows at or past ``row_end``
-    hold whatever the memory beyond the chunk held; each output row depends on its own input row alone.
+    Through descriptors where given, else through pointers. ``B_K_MAJOR``: B is stored [N, K]. Rows at or past
+    ``row_end`` hold whatever the memory beyond the chunk held; each output row depends on its own input row alone.
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if a_desc is not None:
@@ -76,13 +77,11 @@ def split_columns(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def store_block(
-    out_desc, out_ptr, bias_ptr, value, row, row_end, col, N, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr
-):
+def store_block(out_desc, out_ptr, bias_ptr, value, row, row_end, col, N, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
     """Add the bias and store [BLOCK_M, COLUMNS] of a row-major output of N columns; never at or past ``row_end``.
 
-    A full block goes through the descriptor. A block that ends at ``row_end`` must not: the descriptor's bounds end with
-    the tensor, not with the chunk, and the rows below belong to another program.
+    A full block goes through the descriptor. A block that ends at ``row_end`` must not: the descriptor's bounds end
+    with the tensor, not with the chunk, and the rows below belong to another program.
     """
     cols = col + tl.arange(0, COLUMNS)
     if bias_ptr is not None:

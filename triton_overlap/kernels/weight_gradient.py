@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..comm.device import INTERPRETED
 from .config import TileConfig, fits_descriptor, is_row_major, tile_config
 from .launching import launch_kernel
 from .operands import descriptor, input_precision
@@ -52,7 +53,6 @@ def launch(
     g: torch.Tensor,
     accumulate_into: torch.Tensor | None = None,
     *,
-    interpreted: bool,
     config: TileConfig | None = None,
 ) -> torch.Tensor:
     """``a^T @ g``.
@@ -62,14 +62,13 @@ def launch(
         g: [T, N] in the dtype of ``a``.
         accumulate_into: fp32 [K, N] of any strides, to which the product is added in fp32; returned. By default the
             product is a fresh [K, N] tensor in the dtype of ``a``.
-        interpreted: whether kernels run under Triton's interpreter.
         config: tile sizes; BLOCK_M runs over K, BLOCK_N over N and BLOCK_K over T.
     """
     k, n = a.shape[1], g.shape[1]
     a = a if is_row_major(a) else a.contiguous()
     g = g if is_row_major(g) else g.contiguous()
     # The contracted length changes from call to call; no tile size may follow it.
-    config = config or tile_config(a.dtype, n, 512, interpreted=interpreted)
+    config = config or tile_config(a.dtype, n, 512, interpreted=INTERPRETED.value)
     out = torch.empty(k, n, dtype=a.dtype, device=a.device) if accumulate_into is None else accumulate_into
     descriptors = config.descriptors and fits_descriptor(a) and fits_descriptor(g)
     launch_kernel(
