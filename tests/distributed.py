@@ -13,18 +13,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,21 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # what torch.distributed re-exports, typed
 
-_ROOT = Path(__file__).resolve().parent.parent
 #: How long a whole call may take, in seconds.
 DEFAULT_TIMEOUT_S = 120.0
 #: How long the other ranks may still run after one has failed, in seconds: it may be all they wait for.
 _GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
+#: What CPU ranks have imported when they start; inductor's settings are loaded by torch's deterministic mode.
+_PRELOADED = [
+    "pytest",
+    "torch",
+    "torch._inductor.config",
+    "torch.distributed",
+    "triton",
+    "triton.runtime.interpreter",
+    "tests.distributed",
+]
 
 
 class RankError(AssertionError):
@@ -100,7 +109,7 @@ def fill_uninitialized_memory() -> None:
 
 @dataclass
 class _Rank:
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
     connection: Connection
     output: Path
     printed: int = 0
@@ -131,21 +140,22 @@ class _Pool:
         # The store lives here rather than on rank 0, so that killing any rank leaves the others their store.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="triton_overlap_ranks_")
-        for rank in range(self.world_size):
-            ours, theirs = socket.socketpair()
-            output = Path(self._folder.name) / f"{rank}.txt"
-            with theirs, output.open("wb") as file:
-                arguments = (theirs.fileno(), rank, self.world_size, self.device, self._store.port, os.getpid())
-                process = subprocess.Popen(
-                    [sys.executable, "-c", f"from tests.distributed import _serve; _serve{arguments}"],
-                    cwd=_ROOT,
-                    env=_environment(self.world_size, self.device),
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                )
-            self._ranks.append(_Rank(process, Connection(ours.detach()), output))
+        # CPU ranks are forked from a server that has imported what takes long, which makes it cheap to replace them.
+        # CUDA does not survive a fork, so GPU ranks start from nothing.
+        context: Any = multiprocessing.get_context("forkserver" if self.device == "cpu" else "spawn")
+        with _environment(self.world_size, self.device):
+            if self.device == "cpu":
+                multiprocessing.forkserver.set_forkserver_preload(_PRELOADED)
+                multiprocessing.forkserver.ensure_running()
+            for rank in range(self.world_size):
+                ours, theirs = context.Pipe()
+                output = Path(self._folder.name) / f"{rank}.txt"
+                output.touch()
+                arguments = (theirs, output, rank, self.world_size, self.device, self._store.port)
+                process = context.Process(target=_serve, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                self._ranks.append(_Rank(process, ours, output))
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float, killed: frozenset[int]) -> list[Any]:
         self._calls += 1
@@ -161,13 +171,15 @@ class _Pool:
         for rank in late:
             outcomes[rank] = _Outcome(problem=f"did not finish within {timeout_s:g} s, or after another rank failed")
             # The handler that each rank has installed prints all its stacks, whatever it is doing.
-            self._ranks[rank].process.send_signal(signal.SIGUSR1)
+            pid = self._ranks[rank].process.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGUSR1)
         if late:
             time.sleep(0.5)
         for rank in killed:
             if outcomes[rank].problem is None:
                 outcomes[rank].problem = "was to be killed, but finished"
-            elif self._ranks[rank].process.poll() is not None:
+            elif self._ranks[rank].process.exitcode is not None:
                 outcomes[rank] = _Outcome()
         output = [rank.new_output() for rank in self._ranks]
         failed = any(outcome.problem is not None for outcome in outcomes.values())
@@ -186,7 +198,7 @@ class _Pool:
             rank.connection.close()
             rank.process.kill()
         for rank in self._ranks:
-            rank.process.wait()
+            rank.process.join()
         self._folder.cleanup()
 
     def _collect(self, outcomes: dict[int, _Outcome], deadline: float, killed: frozenset[int]) -> None:
@@ -207,31 +219,38 @@ class _Pool:
                     outcomes[rank] = _Outcome(problem=self._death(rank))
 
     def _death(self, rank: int) -> str:
-        code = self._ranks[rank].process.wait()
-        return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        process = self._ranks[rank].process
+        process.join(_GRACE_S)
+        code = process.exitcode
+        if code is not None and code < 0:
+            return f"died of {signal.Signals(-code).name}"
+        return f"ended with exit status {code}"
 
 
 _pools: dict[tuple[int, str], _Pool] = {}
 
 
-def _environment(world_size: int, device: str) -> dict[str, str]:
-    """What a rank process is started with: the caller's environment, but for what decides how kernels run."""
-    environment = dict(os.environ)
-    for threads in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        environment[threads] = "1"
-    environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, sys.path)])
-    environment["GLOO_SOCKET_IFNAME"] = "lo"
-    environment["PYTHONFAULTHANDLER"] = "1"
-    if device == "cpu":
-        environment["TRITON_INTERPRET"] = "1"
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    else:
-        environment.pop("TRITON_INTERPRET", None)
-        environment.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        environment.setdefault("NCCL_NVLS_ENABLE", "0")
-        if world_size > torch.cuda.device_count():
-            environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    return environment
+@contextlib.contextmanager
+def _environment(world_size: int, device: str) -> Iterator[None]:
+    """What rank processes are started with: the caller's environment, but for what decides how kernels run."""
+    before = dict(os.environ)
+    try:
+        for threads in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+            os.environ[threads] = "1"
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        if device == "cpu":
+            os.environ["TRITON_INTERPRET"] = "1"
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        else:
+            os.environ.pop("TRITON_INTERPRET", None)
+            os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+            if world_size > torch.cuda.device_count():
+                os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _report(device: str, outcomes: dict[int, _Outcome], output: list[str]) -> str:
@@ -243,12 +262,14 @@ def _report(device: str, outcomes: dict[int, _Outcome], output: list[str]) -> st
     return "\n".join(parts)
 
 
-def _serve(descriptor: int, rank: int, world_size: int, device: str, port: int, parent: int) -> None:
+def _serve(connection: Connection, output: Path, rank: int, world_size: int, device: str, port: int) -> None:
     """The life of a rank process: take calls and answer them until the other end is closed."""
-    # A rank that spins when the tests are killed would spin for ever.
+    # A rank that spins when its parent is killed would spin for ever.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
+    with output.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     fill_uninitialized_memory()
@@ -258,7 +279,6 @@ def _serve(descriptor: int, rank: int, world_size: int, device: str, port: int, 
         if world_size <= torch.cuda.device_count():
             backend = "cpu:gloo,cuda:nccl"
     store = TCPStore("127.0.0.1", port, is_master=False)
-    connection = Connection(descriptor)
     while True:
         try:
             message = connection.recv_bytes()

@@ -34,8 +34,6 @@ from triton_overlap.errors import BackendError, ClosedError, CommError
 _DIRECTORY = "/dev/shm"
 #: Seconds between two ticks of the clock word. Kernels measure timeouts of a second and more with it.
 _TICK_S = 0.002
-#: Tells two ranks in one process from two processes.
-_PROCESS_TOKEN = uuid.uuid4().hex
 
 
 @triton.jit
@@ -250,7 +248,8 @@ def _facts() -> dict[str, Any]:
         "mount": mount,
         "directory": directory,
         "hostname": os.uname().nodename,
-        "process": _PROCESS_TOKEN,
+        # The same number may be given in another process namespace.
+        "process": (os.getpid(), os.stat("/proc/self/ns/pid").st_ino),
         "interpreter": _interpreter_problem(),
         "token": uuid.uuid4().hex[:16],
     }
