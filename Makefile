@@ -22,6 +22,7 @@ endif
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON)
 INSTALLED :=
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed

@@ -39,10 +39,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.run
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
 from tqdm import tqdm
 
 import triton_overlap as to
@@ -140,6 +138,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> Tensor
     """Causal attention within each document: [T, heads, head_dim] each, and the result."""
     lengths = batch.lengths
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        # Imported here: it brings torch's compiler with it, which the CPU ranks can do without.
+        from torch.nn.attention.varlen import varlen_attn
+
         ends = batch.cu_seqlens.to(query.device, non_blocking=True)
         return varlen_attn(query, key, value, ends, ends, max(lengths), max(lengths), window_size=(-1, 0))
     outputs = []
@@ -371,7 +372,9 @@ def launch(ranks: int, argv: list[str]) -> None:
         # Too few GPUs for one a rank: CPU processes, with the same kernels under Triton's interpreter.
         os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.distributed.run.main(["--standalone", f"--nproc-per-node={ranks}", __file__, *argv])
+    from torch.distributed.run import main as torchrun  # the ranks do not need it
+
+    torchrun(["--standalone", f"--nproc-per-node={ranks}", __file__, *argv])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,13 @@ SMALL = ["--steps", "4", "--blocks", "1", "--hidden", "32", "--heads", "4", "--m
 
 
 def run_example(arguments: list[str], out: Path, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),  # also where the library is not installed
+        "TRITON_INTERPRET": "1",
+    }
     return subprocess.run(
         [sys.executable, "examples/train_packed_lm.py", *arguments, "--out", str(out)],
         cwd=ROOT,

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed.run
 from rich.console import Console
 
 from triton_overlap.bench import results, tp
@@ -61,7 +60,9 @@ def launch(args: argparse.Namespace, argv: list[str], console: Console) -> int:
         )
         return 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.distributed.run.main(["--standalone", f"--nproc-per-node={args.ranks}", "-m", "triton_overlap.bench", *argv])
+    from torch.distributed.run import main as torchrun  # the ranks do not need it
+
+    torchrun(["--standalone", f"--nproc-per-node={args.ranks}", "-m", "triton_overlap.bench", *argv])
     return 0
 
 
