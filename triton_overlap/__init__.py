@@ -32,7 +32,7 @@ from .errors import (
     TritonOverlapError,
 )
 from .kernels.launching import specializations
-from .ops import all_gather, all_gather_matmul, matmul_reduce_scatter
+from .ops import all_gather, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, replicated_matmul
 
 __version__ = "0.1.0"
 
@@ -55,9 +55,11 @@ __all__ = [
     "get_ub",
     "init_group",
     "initialize_ub",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
     "nn",
     "packing",
+    "replicated_matmul",
     "set_ub_active_shape",
     "sim",
     "specializations",
