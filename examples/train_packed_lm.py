@@ -142,11 +142,13 @@ def attention(query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> Tensor
         from torch.nn.attention.varlen import varlen_attn
 
         ends = batch.cu_seqlens.to(query.device, non_blocking=True)
-        return varlen_attn(query, key, value, ends, ends, max(lengths), max(lengths), window_size=(-1, 0))
+        out = varlen_attn(query, key, value, ends, ends, max(lengths), max(lengths), window_size=(-1, 0))
+        assert isinstance(out, Tensor)  # a tuple only where auxiliary outputs are asked for
+        return out
     outputs = []
     for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
-        heads_first = [x.transpose(0, 1) for x in (q, k, v)]
-        outputs.append(F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(0, 1))
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # heads first
+        outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1))
     return torch.cat(outputs)
 
 

@@ -22,7 +22,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reference": set(),
     "comm": {"errors"},
     "comm.backends": {"comm", "errors"},
-    "sim": {"comm", "errors"},
+    "comm.backends.sim": {"comm", "errors"},
+    "sim": {"comm", "comm.backends.sim", "errors"},  # which makes its own groups
     "kernels": {"comm", "errors"},
     "ops": {"kernels", "comm", "errors"},
     "nn": {"ops", "comm", "errors"},
@@ -34,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 #: Imports against the directions that load late, inside a function, and why each must.
 LATE = {
     ("comm.group", "comm.backends"): "a group loads only the backend it was asked for",
-    ("comm.backends.sim", "sim"): "the simulator's backend is a face of the simulator",
+    ("comm.backends.sim", "sim"): "the backend is made by the simulator and names its types",
 }
 #: Modules of plain Python: usable and testable where Triton is not installed.
 PLAIN = {"errors", "comm.layout", "kernels.schedules"}
@@ -215,6 +216,6 @@ def test_import_is_cheap_beside_torch() -> None:
     )
     times = [
         float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
-        for _ in range(3)
+        for _ in range(5)
     ]
     assert min(times) < 0.3, f"import triton_overlap took {times} s beside torch"
