@@ -47,7 +47,7 @@ from ..comm.user_buffers import Call, UserBuffer
 from . import config as _config
 from .config import TileConfig, rows_per_piece, tile_config
 from .launching import launch_kernel
-from .operands import StoredB, contiguous_rows, descriptor, gemm_arguments, use_descriptors
+from .operands import StoredB, chunk_descriptor, contiguous_rows, gemm_arguments, use_descriptors
 from .tiles import MAX_STORE_COLUMNS, matmul_tile, push_piece, split_columns, store_block, tile_position
 
 FLAG_LANES = tl.constexpr(_config.FLAG_LANES)
@@ -59,22 +59,24 @@ COPY_ENGINE_BYTES = 32 * 1024 * 1024
 
 
 @triton.jit
-def _store_tile(out_desc, out_ptr, bias_ptr, acc, row, row_end, col, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _store_tile(
+    out_desc, out_ptr, bias_ptr, acc, chunk, row, rows, col, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
     if BLOCK_N > MAX_STORE_COLUMNS:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = split_columns(acc, BLOCK_M, BLOCK_N)
-        store_block(out_desc, out_ptr, bias_ptr, left, row, row_end, col, N, BLOCK_M, HALF)
-        store_block(out_desc, out_ptr, bias_ptr, right, row, row_end, col + HALF, N, BLOCK_M, HALF)
+        store_block(out_desc, out_ptr, bias_ptr, left, chunk, row, rows, col, N, BLOCK_M, HALF)
+        store_block(out_desc, out_ptr, bias_ptr, right, chunk, row, rows, col + HALF, N, BLOCK_M, HALF)
     else:
-        store_block(out_desc, out_ptr, bias_ptr, acc, row, row_end, col, N, BLOCK_M, BLOCK_N)
+        store_block(out_desc, out_ptr, bias_ptr, acc, chunk, row, rows, col, N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["epoch", "rows", "rows_per_flag", "pushes", "operation"])
 def all_gather_matmul_kernel(
     buffer_ptr,  # int64 table of the user buffer
-    x_ptr, x_desc, gathered_desc,  # own chunk [rows, K], and the slot as [W * rows, K]
+    x_ptr, x_desc, gathered_desc,  # own chunk [1, rows, K], and the slot [W, rows, K]
     b_ptr, b_desc, stride_b,  # [K, N], or [N, K] with B_K_MAJOR
-    out_ptr, out_desc, bias_ptr,  # [W * rows, N] row-major, and [N] or None
+    out_ptr, out_desc, bias_ptr,  # [W, rows, N] row-major, and [N] or None
     epoch, rows, rows_per_flag, pushes, operation, N, K,  # pushes: peers to push to, plus 1 for the own slot, or 0
     PRECISION: tl.constexpr, B_K_MAJOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
@@ -120,11 +122,10 @@ def all_gather_matmul_kernel(
             col = tile_n * BLOCK_N
             if phase == 0:
                 acc = matmul_tile(
-                    x_desc, x_ptr, b_desc, b_ptr, K, stride_b, row, rows, col, N, K,
+                    x_desc, x_ptr, b_desc, b_ptr, stride_b, 0, row, rows, col, N, K,
                     PRECISION, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
-                begin = rank * rows
-                _store_tile(out_desc, out_ptr, bias_ptr, acc, begin + row, begin + rows, col, N, BLOCK_M, BLOCK_N)
+                _store_tile(out_desc, out_ptr, bias_ptr, acc, rank, row, rows, col, N, BLOCK_M, BLOCK_N)
             else:
                 source = (rank + phase) % world_size
                 # Agreement on T first: it says which flags there are to wait for.
@@ -141,12 +142,11 @@ def all_gather_matmul_kernel(
                         )
                     arrived = flag
                 if ok == 1:
-                    begin = source * rows
                     acc = matmul_tile(
-                        gathered_desc, slot_ptr, b_desc, b_ptr, K, stride_b, begin + row, begin + rows, col, N, K,
+                        gathered_desc, slot_ptr, b_desc, b_ptr, stride_b, source, row, rows, col, N, K,
                         PRECISION, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K,
                     )  # fmt: skip
-                    _store_tile(out_desc, out_ptr, bias_ptr, acc, begin + row, begin + rows, col, N, BLOCK_M, BLOCK_N)
+                    _store_tile(out_desc, out_ptr, bias_ptr, acc, source, row, rows, col, N, BLOCK_M, BLOCK_N)
         task = upcoming
     if ok == 1:
         ok = wait_headers(buffer_ptr, checked, world_size, epoch, rows, N, K, operation)
@@ -226,15 +226,15 @@ def launch(
             {"num_warps": config.num_warps, "num_stages": config.num_stages},
             buffer_ptr=buffer.table,
             x_ptr=x,
-            x_desc=descriptor(x, [config.BLOCK_M, config.BLOCK_K], descriptors),
-            gathered_desc=descriptor(gathered, [config.BLOCK_M, config.BLOCK_K], descriptors),
+            x_desc=chunk_descriptor(x, rows, [config.BLOCK_M, config.BLOCK_K], descriptors),
+            gathered_desc=chunk_descriptor(gathered, rows, [config.BLOCK_M, config.BLOCK_K], descriptors),
             bias_ptr=bias,
             epoch=call.epoch,
             rows=rows,
             rows_per_flag=rows_per_flag,
             pushes=pushes,
             operation=operation_code(Operation.ALL_GATHER_MATMUL, x.dtype),
-            **gemm_arguments(config, stored_b, out, descriptors),
+            **gemm_arguments(config, stored_b, out, rows, descriptors),
         )
         if copies is not None:
             copies.end()

@@ -57,7 +57,7 @@ from ..comm.signals import Operation, operation_code
 from ..comm.user_buffers import UserBuffer
 from .config import TileConfig, tile_config
 from .launching import launch_kernel
-from .operands import StoredB, contiguous_rows, descriptor, gemm_arguments, use_descriptors
+from .operands import StoredB, chunk_descriptor, contiguous_rows, gemm_arguments, use_descriptors
 from .tiles import (
     MAX_STORE_COLUMNS,
     copy_block,
@@ -116,32 +116,32 @@ def _store_own(
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = split_columns(acc, BLOCK_M, BLOCK_N)
         left = _add_partials(left, slot_ptr, buffer_ptr, row, rows, col, N, BLOCK_M, HALF)
-        store_block(out_desc, out_ptr, bias_ptr, left, row, rows, col, N, BLOCK_M, HALF)
+        store_block(out_desc, out_ptr, bias_ptr, left, 0, row, rows, col, N, BLOCK_M, HALF)
         right = _add_partials(right, slot_ptr, buffer_ptr, row, rows, col + HALF, N, BLOCK_M, HALF)
-        store_block(out_desc, out_ptr, bias_ptr, right, row, rows, col + HALF, N, BLOCK_M, HALF)
+        store_block(out_desc, out_ptr, bias_ptr, right, 0, row, rows, col + HALF, N, BLOCK_M, HALF)
     else:
         acc = _add_partials(acc, slot_ptr, buffer_ptr, row, rows, col, N, BLOCK_M, BLOCK_N)
-        store_block(out_desc, out_ptr, bias_ptr, acc, row, rows, col, N, BLOCK_M, BLOCK_N)
+        store_block(out_desc, out_ptr, bias_ptr, acc, 0, row, rows, col, N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
-def _stage_tile(staging_ptr, acc, row, row_end, col, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _stage_tile(staging_ptr, acc, owner, row, rows, col, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Plain stores: a descriptor's would not be covered by the release that follows."""
     if BLOCK_N > MAX_STORE_COLUMNS:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = split_columns(acc, BLOCK_M, BLOCK_N)
         cols = col + tl.arange(0, HALF)
-        store_masked(staging_ptr, left.to(staging_ptr.dtype.element_ty), row, row_end, cols, N, BLOCK_M)
-        store_masked(staging_ptr, right.to(staging_ptr.dtype.element_ty), row, row_end, cols + HALF, N, BLOCK_M)
+        store_masked(staging_ptr, left.to(staging_ptr.dtype.element_ty), owner, row, rows, cols, N, BLOCK_M)
+        store_masked(staging_ptr, right.to(staging_ptr.dtype.element_ty), owner, row, rows, cols + HALF, N, BLOCK_M)
     else:
         cols = col + tl.arange(0, BLOCK_N)
-        store_masked(staging_ptr, acc.to(staging_ptr.dtype.element_ty), row, row_end, cols, N, BLOCK_M)
+        store_masked(staging_ptr, acc.to(staging_ptr.dtype.element_ty), owner, row, rows, cols, N, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=["epoch", "rows", "delay", "operation"])
 def matmul_reduce_scatter_kernel(
     buffer_ptr,  # int64 table of the user buffer
-    a_ptr, a_desc,  # [W * rows, K]
+    a_ptr, a_desc,  # [W, rows, K]
     b_ptr, b_desc, stride_b,  # [K, N], or [N, K] with B_K_MAJOR
     out_ptr, out_desc, bias_ptr,  # [rows, N] row-major, and [N] or None
     epoch, rows, delay, operation, N, K,
@@ -182,7 +182,6 @@ def matmul_reduce_scatter_kernel(
         tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
-        begin = owner * rows
         if kind == 1:
             staged = staged_ptr(buffer_ptr, owner)
             ok = wait_flags(buffer_ptr, staged, tile, 1, epoch, operation, AT_STAGING, rank, 1)
@@ -191,17 +190,17 @@ def matmul_reduce_scatter_kernel(
                 if out_desc is not None:
                     target_ptr = tl.multiple_of(target_ptr, 16)
                 copy_block(
-                    staging_ptr + begin.to(tl.int64) * N, target_ptr + rank.to(tl.int64) * rows * N,
+                    staging_ptr + owner.to(tl.int64) * rows * N, target_ptr + rank.to(tl.int64) * rows * N,
                     row, rows, col, N, BLOCK_M, BLOCK_N, COPY_BLOCK,
                 )  # fmt: skip
                 release_flag(flags_ptr(buffer_ptr, owner, rank, epoch) + tile, epoch)
         else:
             acc = matmul_tile(
-                a_desc, a_ptr, b_desc, b_ptr, K, stride_b, begin + row, begin + rows, col, N, K,
+                a_desc, a_ptr, b_desc, b_ptr, stride_b, owner, row, rows, col, N, K,
                 PRECISION, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             if kind == 0:
-                _stage_tile(staging_ptr, acc, begin + row, begin + rows, col, N, BLOCK_M, BLOCK_N)
+                _stage_tile(staging_ptr, acc, owner, row, rows, col, N, BLOCK_M, BLOCK_N)
                 release_staged(staged_ptr(buffer_ptr, owner) + tile, epoch)
             else:
                 if agreed == 0:
@@ -257,12 +256,12 @@ def launch(
             {"num_warps": config.num_warps, "num_stages": config.num_stages},
             buffer_ptr=buffer.table,
             a_ptr=a,
-            a_desc=descriptor(a, [config.BLOCK_M, config.BLOCK_K], descriptors),
+            a_desc=chunk_descriptor(a, rows, [config.BLOCK_M, config.BLOCK_K], descriptors),
             bias_ptr=bias,
             epoch=call.epoch,
             rows=rows,
             delay=DELAY_PER_PROGRAM * group.backend.num_programs,
             operation=operation_code(Operation.MATMUL_REDUCE_SCATTER, a.dtype),
-            **gemm_arguments(config, stored_b, out, descriptors),
+            **gemm_arguments(config, stored_b, out, rows, descriptors),
         )
     return out

@@ -24,36 +24,36 @@ def tile_position(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def matmul_tile(
-    a_desc, a_ptr, b_desc, b_ptr, stride_a, stride_b, row, row_end, col, N, K,
+    a_desc, a_ptr, b_desc, b_ptr, stride_b, chunk, row, rows, col, N, K,
     PRECISION: tl.constexpr, B_K_MAJOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """fp32 product of rows ``row..`` of A [.., K] and columns ``col..`` of B [K, N], as [BLOCK_M, BLOCK_N].
+    """fp32 product of the [BLOCK_M, BLOCK_N] tile at (``row``, ``col``) of a chunk of A @ B.
 
-    Through descriptors where given, else through pointers. ``B_K_MAJOR``: B is stored [N, K]. Rows at or past
-    ``row_end`` hold whatever the memory beyond the chunk held; each output row depends on its own input row alone.
+    A is row-major [chunks, rows, K], so that no load reaches into the next chunk, where a peer may be writing; B is
+    [K, N], or stored [N, K] with ``B_K_MAJOR``. Through descriptors where given, else through pointers.
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if a_desc is not None:
         for step in range(tl.cdiv(K, BLOCK_K)):
-            a = a_desc.load([row, step * BLOCK_K])
+            a = a_desc.load([chunk, row, step * BLOCK_K]).reshape(BLOCK_M, BLOCK_K)
             if B_K_MAJOR:
                 b = b_desc.load([col, step * BLOCK_K]).T
             else:
                 b = b_desc.load([step * BLOCK_K, col])
             acc = dot(a, b, acc, PRECISION)
     else:
-        rows = row + tl.arange(0, BLOCK_M)
+        lanes = row + tl.arange(0, BLOCK_M)
         cols = col + tl.arange(0, BLOCK_N)
         ks = tl.arange(0, BLOCK_K)
         stride_bk, stride_bn = stride_b, 1
         if B_K_MAJOR:
             stride_bk, stride_bn = 1, stride_b
-        a_rows = a_ptr + rows.to(tl.int64)[:, None] * stride_a
+        a_rows = a_ptr + (chunk * rows + lanes).to(tl.int64)[:, None] * K
         b_cols = b_ptr + cols.to(tl.int64)[None, :] * stride_bn
         for step in range(tl.cdiv(K, BLOCK_K)):
             k = step * BLOCK_K + ks
-            a = tl.load(a_rows + k[None, :], mask=(rows < row_end)[:, None] & (k < K)[None, :], other=0.0)
+            a = tl.load(a_rows + k[None, :], mask=(lanes < rows)[:, None] & (k < K)[None, :], other=0.0)
             b = tl.load(b_cols + k[:, None] * stride_bk, mask=(cols < N)[None, :] & (k < K)[:, None], other=0.0)
             acc = dot(a, b, acc, PRECISION)
     return acc
@@ -77,31 +77,29 @@ def split_columns(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def store_block(out_desc, out_ptr, bias_ptr, value, row, row_end, col, N, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
-    """Add the bias and store [BLOCK_M, COLUMNS] of a row-major output of N columns; never at or past ``row_end``.
+def store_block(
+    out_desc, out_ptr, bias_ptr, value, chunk, row, rows, col, N, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Add the bias and store a [BLOCK_M, COLUMNS] block of a row-major [chunks, rows, N] output.
 
-    A full block goes through the descriptor. A block that ends at ``row_end`` must not: the descriptor's bounds end
-    with the tensor, not with the chunk, and the rows below belong to another program.
+    Nothing is stored at or past ``rows``: those rows belong to the next chunk, and to another program.
     """
     cols = col + tl.arange(0, COLUMNS)
     if bias_ptr is not None:
         value += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
     value = value.to(out_ptr.dtype.element_ty)
     if out_desc is not None:
-        if row + BLOCK_M <= row_end:
-            out_desc.store([row, col], value)
-        else:
-            store_masked(out_ptr, value, row, row_end, cols, N, BLOCK_M)
+        out_desc.store([chunk, row, col], value.reshape(1, BLOCK_M, COLUMNS))
     else:
-        store_masked(out_ptr, value, row, row_end, cols, N, BLOCK_M)
+        store_masked(out_ptr, value, chunk, row, rows, cols, N, BLOCK_M)
 
 
 @triton.jit
-def store_masked(out_ptr, value, row, row_end, cols, N, BLOCK_M: tl.constexpr):
-    """Store columns ``cols`` of rows ``row..row_end-1`` of a row-major matrix of N columns."""
-    rows = row + tl.arange(0, BLOCK_M)
-    pointers = out_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
-    tl.store(pointers, value, mask=(rows < row_end)[:, None] & (cols < N)[None, :])
+def store_masked(out_ptr, value, chunk, row, rows, cols, N, BLOCK_M: tl.constexpr):
+    """Store columns ``cols`` of BLOCK_M rows from ``row`` of a row-major [chunks, rows, N] matrix, by plain stores."""
+    lanes = row + tl.arange(0, BLOCK_M)
+    pointers = out_ptr + (chunk * rows + lanes).to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(pointers, value, mask=(lanes < rows)[:, None] & (cols < N)[None, :])
 
 
 @triton.jit
@@ -115,19 +113,19 @@ def copy_elements(source_ptr, target_ptr, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def copy_block(
-    source_ptr, target_ptr, row, row_end, col, N,
+    source_ptr, target_ptr, row, rows, col, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COPY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy a [BLOCK_M, BLOCK_N] block, up to ``row_end`` and N, between row-major matrices of N columns.
+    """Copy the [BLOCK_M, BLOCK_N] block at (``row``, ``col``) between row-major [rows, N] matrices.
 
-    COPY_BLOCK elements at a time: that many loads in flight, and registers, a tile's accumulator leaves free.
+    COPY_BLOCK elements at a time: that many loads in flight, and no more registers than a tile's accumulator needs.
     """
     STEP: tl.constexpr = COPY_BLOCK // BLOCK_N if COPY_BLOCK < BLOCK_M * BLOCK_N else BLOCK_M
     cols = col + tl.arange(0, BLOCK_N)
     for first in range(0, BLOCK_M, STEP):
-        rows = row + first + tl.arange(0, STEP)
-        offsets = rows.to(tl.int64)[:, None] * N + cols[None, :]
-        mask = (rows < row_end)[:, None] & (cols < N)[None, :]
+        lanes = row + first + tl.arange(0, STEP)
+        offsets = lanes.to(tl.int64)[:, None] * N + cols[None, :]
+        mask = (lanes < rows)[:, None] & (cols < N)[None, :]
         tl.store(target_ptr + offsets, tl.load(source_ptr + offsets, mask=mask), mask=mask)
 
 
