@@ -39,8 +39,7 @@ def weight_gradient_(a: Tensor, g: Tensor, main_grad: Tensor) -> None:
             f"weight_gradient_: main_grad must be torch.float32 [{a.shape[1]}, {g.shape[1]}], "
             f"got {main_grad.dtype} {list(main_grad.shape)}"
         )
-    # This operation knows no group; tensors off the GPU are what only the interpreter takes.
-    weight_gradient_kernel.launch(a, g, accumulate_into=main_grad, interpreted=not a.is_cuda)
+    weight_gradient_kernel.launch(a, g, accumulate_into=main_grad)
 
 
 @weight_gradient_.register_fake
