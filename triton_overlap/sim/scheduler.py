@@ -178,6 +178,11 @@ class Poll:
     count: int = 1
 
     @property
+    def vain(self) -> bool:
+        """False for the plain loads that every program repeats."""
+        return self.op != "load" or self.count >= _VAIN_LOADS
+
+    @property
     def text(self) -> str:
         seen = ", ".join(f"{value} ({value:#x})" for value in self.values[:8])
         return f"{self.op} at {self.where} of {self.place} saw {seen}"
@@ -264,7 +269,7 @@ class Task:
         place = f" at {where}" if where else ""
         if self.wait is not None:
             return f"{self.name}{place}: waits for {self.wait.text}"
-        polls = [poll for poll in self.polls.values() if not poll.reads_clock]
+        polls = [poll for poll in self.polls.values() if not poll.reads_clock and poll.vain]
         if not polls and self.last_poll is not None:
             polls = [self.last_poll]
         return f"{self.name}{place}: polls " + ("; ".join(poll.text for poll in polls[-4:]) or "nothing")
