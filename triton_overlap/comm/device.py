@@ -95,7 +95,11 @@ def staged_ptr(buffer_ptr, owner):
 
 @triton.jit
 def claim_task(buffer_ptr):
-    """The next task of this call, each number handed out once. Announces nothing, so relaxed is enough."""
+    """The next task of this call, each number handed out once. Announces nothing, so relaxed is enough.
+
+    Claim a task when it can be started, not earlier: a push that waits behind a tile in its program's hands is late for
+    a peer (claiming one task ahead made all-gathers 10 to 40 % slower on two H200s).
+    """
     state = tl.load(buffer_ptr + STATE).to(tl.pointer_type(tl.int32))
     return tl.atomic_add(state + TASK, 1, sem="relaxed", scope="gpu")
 

@@ -59,7 +59,6 @@ def all_gather_kernel(
         else:
             ok = tl.full((), 0, tl.int32)
     while (task < total) & (ok == 1):
-        upcoming = claim_task(buffer_ptr)  # early, to hide its latency; each program still works in queue order
         if task < pushes:
             peer = (rank + world_size - 1 - task // pieces) % world_size
             push_piece(buffer_ptr, x_ptr, peer, task % pieces, rows_per_flag, rows, K, epoch, ALIGNED, COPY_BLOCK)
@@ -73,7 +72,7 @@ def all_gather_kernel(
                 count = tl.minimum(pieces - first, FLAG_LANES)
                 own_flags = flags_ptr(buffer_ptr, rank, source, epoch)
                 ok = wait_flags(buffer_ptr, own_flags, first, count, epoch, operation, AT_DATA, source, FLAG_LANES)
-        task = upcoming
+        task = claim_task(buffer_ptr)
     if (ok == 1) & (agreed == 0):
         ok = wait_headers(buffer_ptr, 1, world_size, epoch, rows, 0, K, operation)
     if ok == 0:

@@ -101,7 +101,6 @@ def all_gather_matmul_kernel(
         else:
             ok = tl.full((), 0, tl.int32)
     while (task < total) & (ok == 1):
-        upcoming = claim_task(buffer_ptr)  # early, to hide its latency; each program still works in queue order
         phase = tl.minimum(task // (tiles + pieces), pushes)
         index = task - phase * (tiles + pieces)
         pieces_here = pieces
@@ -147,7 +146,7 @@ def all_gather_matmul_kernel(
                         PRECISION, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K,
                     )  # fmt: skip
                     _store_tile(out_desc, out_ptr, bias_ptr, acc, source, row, rows, col, N, BLOCK_M, BLOCK_N)
-        task = upcoming
+        task = claim_task(buffer_ptr)
     if ok == 1:
         ok = wait_headers(buffer_ptr, checked, world_size, epoch, rows, N, K, operation)
     if ok == 0:

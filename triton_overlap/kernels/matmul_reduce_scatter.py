@@ -172,7 +172,6 @@ def matmul_reduce_scatter_kernel(
         else:
             ok = tl.full((), 0, tl.int32)
     while (task < total) & (ok == 1):
-        upcoming = claim_task(buffer_ptr)  # early, to hide its latency; each program still works in queue order
         kind, index = _queue_entry(task, peer_tiles, tiles, delay)
         # Peers are served in the order 1, 2, .. steps before this rank, so that no owner gets from all at once.
         owner = (rank + world_size - 1 - index // tiles) % world_size
@@ -215,7 +214,7 @@ def matmul_reduce_scatter_kernel(
                     _store_own(
                         out_desc, out_ptr, bias_ptr, slot_ptr, buffer_ptr, acc, row, rows, col, N, BLOCK_M, BLOCK_N
                     )
-        task = upcoming
+        task = claim_task(buffer_ptr)
     if (ok == 1) & (agreed == 0):
         ok = wait_headers(buffer_ptr, 1, world_size, epoch, rows, N, K, operation)
     if ok == 0:
