@@ -19,9 +19,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import triton
-import triton.language as tl
 
+from tests.comm.word_kernels import add_kernel, put_kernel, wait_and_sum_kernel
 from tests.distributed import Ranks, run_ranks
 from triton_overlap.comm import backends
 from triton_overlap.comm.backend import CopyStream
@@ -31,36 +30,6 @@ from triton_overlap.errors import BackendError, ClosedError, CommMismatchError, 
 
 TIMEOUT_S = 30.0
 SEGMENT_PREFIX = "triton_overlap-"
-
-
-@triton.jit
-def _add_kernel(table_ptr: Any, peer: Any, word: Any, count: Any) -> None:
-    """Add 1 to int32 ``word`` of ``peer``'s copy, ``count`` times."""
-    target = tl.load(table_ptr + peer).to(tl.pointer_type(tl.int32)) + word
-    for _ in range(count):
-        tl.atomic_add(target, 1, sem="relaxed", scope="sys")
-
-
-@triton.jit
-def _wait_and_sum_kernel(
-    table_ptr: Any, rank: Any, flag: Any, epoch: Any, first: Any, out_ptr: Any, N: tl.constexpr
-) -> None:
-    """Add up ``N`` int32 words from word ``first`` of the own copy as soon as word ``flag`` is ``epoch``."""
-    words = tl.load(table_ptr + rank).to(tl.pointer_type(tl.int32))
-    seen = tl.atomic_add(words + flag, 0, sem="acquire", scope="sys")
-    while seen != epoch:
-        seen = tl.atomic_add(words + flag, 0, sem="acquire", scope="sys")
-    tl.debug_barrier()  # one thread acquired; the others read after it
-    tl.store(out_ptr, tl.sum(tl.load(words + first + tl.arange(0, N)), 0))
-
-
-@triton.jit
-def _put_kernel(table_ptr: Any, peer: Any, flag: Any, epoch: Any, first: Any, value: Any, N: tl.constexpr) -> None:
-    """Store ``value`` to ``N`` int32 words of ``peer``'s copy, then release ``epoch`` in its word ``flag``."""
-    words = tl.load(table_ptr + peer).to(tl.pointer_type(tl.int32))
-    tl.store(words + first + tl.arange(0, N), tl.full((N,), 0, tl.int32) + value)
-    tl.debug_barrier()
-    tl.atomic_xchg(words + flag, epoch, sem="release", scope="sys")
 
 
 def _segments() -> list[str]:
@@ -265,7 +234,7 @@ def _tables() -> None:
     backend.barrier(TIMEOUT_S)
     # Each peer stores to its own word of everybody's copy; words of other ranks keep what they had.
     for peer in range(world_size):
-        _put_kernel[(1,)](memory.table, peer, 1000 + rank, rank - 5, 16 * rank, 100 * rank + peer, N=16)
+        put_kernel[(1,)](memory.table, peer, 1000 + rank, rank - 5, 16 * rank, 100 * rank + peer, N=16)
     backend.barrier(TIMEOUT_S)
     words = memory.local.view(torch.int32)
     for source in range(world_size):
@@ -289,7 +258,7 @@ def test_every_rank_reaches_every_copy(world_size: int) -> None:
 def test_shm_without_torch_distributed() -> None:
     backend = backends.create("shm")
     memory = backend.symmetric_empty(64, 1.0)
-    _add_kernel[(1,)](memory.table, 0, 3, 7)
+    add_kernel[(1,)](memory.table, 0, 3, 7)
     assert memory.local.view(torch.int32)[3] == 7
     backend.close()
 
@@ -297,7 +266,7 @@ def test_shm_without_torch_distributed() -> None:
 def _count(count: int) -> int:
     backend = _auto()
     memory = backend.symmetric_empty(64, TIMEOUT_S)
-    _add_kernel[(1,)](memory.table, 0, 3, count)
+    add_kernel[(1,)](memory.table, 0, 3, count)
     backend.synchronize()
     backend.barrier(TIMEOUT_S)
     total = int(memory.local.view(torch.int32)[3])
@@ -321,10 +290,10 @@ def _hand_over(rounds: int) -> None:
         if rank > 0 or epoch > 1:
             expected = epoch if rank > 0 else epoch - 1
             place = first if rank > 0 else 64 - first
-            _wait_and_sum_kernel[(1,)](memory.table, rank, 1000, expected, place, total, N=64)
+            wait_and_sum_kernel[(1,)](memory.table, rank, 1000, expected, place, total, N=64)
             assert total.item() == 64 * expected
         if epoch % 2:
-            _put_kernel[(1,)](memory.table, following, 1000, epoch, first, epoch, N=64)
+            put_kernel[(1,)](memory.table, following, 1000, epoch, first, epoch, N=64)
         else:
             backend.copies.begin()
             source = torch.full((8, 8), epoch, dtype=torch.int32, device=backend.device)
@@ -411,7 +380,7 @@ def _on_gpus() -> None:
     assert not (memory.table % 1024).any()
     backend.barrier(TIMEOUT_S)
     for peer in range(world_size):
-        _put_kernel[(1,)](memory.table, peer, 1000 + rank, rank - 5, 16 * rank, 100 * rank + peer, N=16)
+        put_kernel[(1,)](memory.table, peer, 1000 + rank, rank - 5, 16 * rank, 100 * rank + peer, N=16)
     backend.synchronize()
     backend.barrier(TIMEOUT_S)
     words = memory.local.view(torch.int32).tolist()
@@ -436,7 +405,7 @@ def _on_gpus() -> None:
     host = backend.host_words(16)
     assert host.is_pinned()
     address = torch.tensor([host.data_ptr()], device=backend.device)
-    _put_kernel[(1,)](address, 0, 20, 7, 0, 3, N=16)
+    put_kernel[(1,)](address, 0, 20, 7, 0, 3, N=16)
     backend.synchronize()
     assert host.view(torch.int32)[:21].tolist() == [3] * 16 + [0] * 4 + [7]
     assert not backend.local_zeros(100).any()
