@@ -445,6 +445,29 @@ def fresh_outputs(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
         assert_equal("an earlier output", tensor, copy)
 
 
+def side_streams(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
+    """Calls on one buffer from two streams in turn, with nothing between them but the library's own events.
+
+    The reads that follow a gather (a second b, the copy of the gathered rows) belong to the call as well.
+    """
+    buffer = sizes.buffer(group, dtype)
+    draw = Draw(group, dtype, 61)
+    shards = [draw.per_rank(sizes.rows[i % len(sizes.rows)], sizes.hidden) for i in range(24)]
+    b, c = draw.constant(draw.per_rank(sizes.hidden, sizes.features)), draw.one(sizes.hidden, 4 * sizes.hidden)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    results = []
+    for i, xs in enumerate(shards):
+        with torch.cuda.stream(streams[i % 2]):
+            outs, gathered = to.all_gather_matmul(draw.constant(xs), [b, c], buffer=buffer, return_gathered=True)
+            results.append((outs[1], gathered))
+    torch.cuda.synchronize()
+    for xs, (out, gathered) in zip(shards, results, strict=True):
+        whole = torch.cat(xs)
+        assert_equal("gathered on a side stream", gathered, whole)
+        assert_equal("second product on a side stream", out, whole @ c)
+
+
 # Errors --------------------------------------------------------------------------------------------------------------
 
 

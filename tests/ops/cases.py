@@ -61,9 +61,20 @@ def on_ranks(ranks: Ranks | int, body: Body, *args: Any) -> list[Any]:
 
 
 def with_group(body: Body, *args: Any) -> Any:
-    group = to.init_group(timeout_s=60, check="sync")
+    return _with_group("sync", body, *args)
+
+
+def with_group_async(body: Body, *args: Any) -> Any:
+    """Calls return before the device has finished them, as they do in use; a failure is raised at the end."""
+    return _with_group("async", body, *args)
+
+
+def _with_group(check: str, body: Body, *args: Any) -> Any:
+    group = to.init_group(timeout_s=60, check=check)
     try:
-        return body(group, *args)
+        result = body(group, *args)
+        group.check()
+        return result
     finally:
         group.close()
 

@@ -9,12 +9,22 @@ from tests.ops import bodies
 from tests.ops.cases import Sizes, in_simulator
 
 TINY = Sizes(hidden=32, features=16, rows=(3, 1), max_rows=4)
+ONE_COUNT = Sizes(hidden=16, features=16, rows=(2,), max_rows=3)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_values(world_size: int, seed: int) -> None:
-    in_simulator(world_size, seed, bodies.values, TINY, (torch.float32, torch.bfloat16, torch.float16)[seed % 3])
+@pytest.mark.parametrize(
+    "world_size, seed, sizes, dtype",
+    (
+        (2, 0, TINY, torch.float32),
+        (2, 1, ONE_COUNT, torch.bfloat16),
+        (2, 2, ONE_COUNT, torch.float16),
+        (3, 3, ONE_COUNT, torch.float32),
+        (4, 4, ONE_COUNT, torch.float32),
+    ),
+    ids=lambda value: None if isinstance(value, Sizes) else str(value),
+)
+def test_values(world_size: int, seed: int, sizes: Sizes, dtype: torch.dtype) -> None:
+    in_simulator(world_size, seed, bodies.values, sizes, dtype)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -7,7 +7,7 @@ import torch
 
 from tests.distributed import Ranks
 from tests.ops import bodies
-from tests.ops.cases import DTYPES, FULL_GPU, ODD_GPU, Sizes, on_ranks
+from tests.ops.cases import DTYPES, FULL_GPU, ODD_GPU, Sizes, on_ranks, with_group_async
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +44,11 @@ def test_autocast(gpu_ranks: Ranks) -> None:
 
 def test_errors(gpu_ranks: Ranks) -> None:
     on_ranks(gpu_ranks, bodies.errors, FULL_GPU)
+
+
+def test_side_streams(gpu_ranks: Ranks) -> None:
+    # Without the synchronisation that check="sync" does after every call.
+    gpu_ranks.run(with_group_async, bodies.side_streams, FULL_GPU, torch.bfloat16)
 
 
 def test_opcheck() -> None:

@@ -223,6 +223,11 @@ class UserBuffer:
         """View [tokens, hidden] of the last call's slot. It never leaves the library: copy what must outlive it."""
         return self.slot(self.epoch & 1)[:tokens]
 
+    def extend_call(self) -> None:
+        """What the current stream holds now, reads of ``gathered`` for instance, belongs to the last call: the next one,
+        on whatever stream, starts after it."""
+        self._last_call = self.group.backend.record_event()
+
     def close(self) -> None:
         """Release the memory, once no rank uses it any more (``Group.close`` sees to that). Idempotent."""
         if not self.closed:

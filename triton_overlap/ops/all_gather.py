@@ -30,7 +30,9 @@ def all_gather_op(x_shard: Tensor, buffer: str) -> Tensor:
     user_buffer = user_buffer_by_handle(buffer)
     tokens = check_activation(_NAME, user_buffer, "x_shard", x_shard, is_shard=True, is_hidden=True)
     all_gather_kernel.launch(user_buffer, x_shard)
-    return user_buffer.gathered(tokens).clone()
+    gathered = user_buffer.gathered(tokens).clone()
+    user_buffer.extend_call()
+    return gathered
 
 
 @all_gather_op.register_fake

@@ -83,11 +83,11 @@ def all_gather_matmul_op(
     needs_gathered = gather or len(bs) > 1
     outs = [all_gather_matmul_kernel.launch(user_buffer, a_shard, bs[0], optional_biases[0], gather=needs_gathered)]
     if needs_gathered:
-        # A view of the buffer's slot: everything that reads it is put on this stream before the next call can be.
-        gathered = user_buffer.gathered(tokens)
+        gathered = user_buffer.gathered(tokens)  # a view of the buffer's slot
         outs += [local_matmul(gathered, b, bias) for b, bias in zip(bs[1:], optional_biases[1:], strict=True)]
         if gather:
             outs.append(gathered.clone())
+        user_buffer.extend_call()
     return outs
 
 

@@ -60,7 +60,9 @@ def matmul_all_reduce_op(
     tokens = check_operands(_ALL_REDUCE, user_buffer, a, b, bias, main_grad, method)
     shard = matmul_reduce_scatter_kernel.launch(user_buffer, a, b, bias)
     all_gather_kernel.launch(user_buffer, shard)
-    return user_buffer.gathered(tokens).clone()
+    gathered = user_buffer.gathered(tokens).clone()
+    user_buffer.extend_call()
+    return gathered
 
 
 @matmul_all_reduce_op.register_fake
