@@ -224,8 +224,8 @@ class UserBuffer:
         return self.slot(self.epoch & 1)[:tokens]
 
     def extend_call(self) -> None:
-        """What the current stream holds now, reads of ``gathered`` for instance, belongs to the last call: the next one,
-        on whatever stream, starts after it."""
+        """What the current stream holds now, reads of ``gathered`` for instance, belongs to the last call too: the next
+        one, on whatever stream, starts after it."""
         self._last_call = self.group.backend.record_event()
 
     def close(self) -> None:
