@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,7 +12,7 @@ if not torch.cuda.is_available():
     # Triton decides when a kernel is decorated, so this must come before any kernel is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from . import errors, nn, packing, sim
+from . import errors, nn, packing
 from .comm.group import Group, init_group, symmetric_allocations
 from .comm.user_buffers import (
     UserBuffer,
@@ -33,6 +35,9 @@ from .errors import (
 )
 from .kernels.launching import specializations
 from .ops import all_gather, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, replicated_matmul
+
+if TYPE_CHECKING:
+    from . import sim
 
 __version__ = "0.1.0"
 
@@ -66,3 +71,10 @@ __all__ = [
     "symmetric_allocations",
     "user_buffer_by_handle",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The simulator patches Triton's interpreter, and most programs never need it.
+    if name == "sim":
+        return importlib.import_module(".sim", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

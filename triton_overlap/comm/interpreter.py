@@ -134,6 +134,8 @@ class InterpreterHooks(Protocol):
 
 
 _hooks: InterpreterHooks | None = None
+#: What holds while nobody else has installed hooks: None, or those of :func:`yield_on_spin`.
+_resting: InterpreterHooks | None = None
 _prepared = False
 
 
@@ -145,16 +147,18 @@ def install(hooks: InterpreterHooks) -> None:
     """
     global _hooks
     prepare()
-    if _hooks is not None:
+    if _hooks is not _resting:
         raise BackendError(f"the interpreter already serves {type(_hooks).__name__}; one set of hooks at a time")
     _hooks = hooks
 
 
 def uninstall(hooks: InterpreterHooks) -> None:
-    """Undo :func:`install` of the same object; without effect where it is not installed."""
-    global _hooks
+    """Undo :func:`install`, or :func:`yield_on_spin`, of the same object; without effect where it is not installed."""
+    global _hooks, _resting
+    if _resting is hooks:
+        _resting = None
     if _hooks is hooks:
-        _hooks = None
+        _hooks = _resting
 
 
 def prepare() -> None:
@@ -478,10 +482,14 @@ class SpinYield:
 
 
 def yield_on_spin() -> SpinYield:
-    """Install :class:`SpinYield` for the rest of the process, unless it is installed already, and return it."""
-    global _hooks
-    if isinstance(_hooks, SpinYield):
-        return _hooks
-    hooks = SpinYield()
-    install(hooks)
-    return hooks
+    """Install :class:`SpinYield` until it is uninstalled, and return it. Other hooks go before it while they are
+    installed."""
+    global _hooks, _resting
+    prepare()
+    if isinstance(_resting, SpinYield):
+        return _resting
+    spinning = SpinYield()
+    if _hooks is _resting:
+        _hooks = spinning
+    _resting = spinning
+    return spinning

@@ -7,6 +7,7 @@ communicators behind TransformerEngine's names, for code written against those.
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ def check_active_shape(shape: Sequence[int], capacity: tuple[int, int], world_si
     """``shape`` as a tuple of two ints, or an ``ActiveShapeError`` that names the rule it breaks."""
     allowed = f"[tokens, {capacity[1]}] with 0 < tokens <= {capacity[0]} and tokens divisible by {world_size}"
     try:
-        dims = tuple(int(dim) for dim in shape)
+        dims = tuple(operator.index(dim) for dim in shape)
     except TypeError as error:
         raise ActiveShapeError(f"active shape must be two integers, got {shape!r}; allowed: {allowed}") from error
     if len(dims) != 2:
@@ -337,9 +338,14 @@ def initialize_ub(
         from .group import init_group
 
         group = init_group()
-    if group.world_size != tp_size:
-        raise ValueError(f"tp_size must be the group's size {group.world_size}, got {tp_size}; pass the right group")
-    buffer = group.user_buffer(int(shape[0]), int(shape[1]), dtype)
+    try:
+        if group.world_size != tp_size:
+            raise ValueError(f"tp_size must be the group's size {group.world_size}, got {tp_size}; pass another group")
+        buffer = group.user_buffer(int(shape[0]), int(shape[1]), dtype)
+    except BaseException:
+        if owns_group:
+            group.close()
+        raise
     _manager = _Manager(group, owns_group, {name: Communicator(name, buffer) for name in GEMM_NAMES})
 
 

@@ -62,10 +62,8 @@ class SimCopyStream:
             )
         if flag_byte_offset % 4 or not 0 <= flag_byte_offset <= capacity - 4:
             raise ValueError(f"the flag's offset {flag_byte_offset} is no multiple of 4 within {capacity} bytes")
-        self._machine.push(
-            self._stream, source, memory.handle[peer], peer, byte_offset, flag_byte_offset, flag_value,
-            _caller(),
-        )  # fmt: skip
+        target: Region = memory.handle[peer]
+        self._machine.push(self._stream, source, target, peer, byte_offset, flag_byte_offset, flag_value, _caller())
 
     def end(self) -> None:
         """Whatever the caller's current stream gets next starts after all pushes; ``source`` may be freed then."""

@@ -1,0 +1,197 @@
+"""Failures of a group on real processes: the documented error on every rank, in time, and the way back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import triton_overlap as to
+from tests.distributed import run_ranks
+from triton_overlap.comm.group import Group
+from triton_overlap.comm.user_buffers import UserBuffer
+from triton_overlap.errors import ClosedError, CommError, CommMismatchError, CommTimeoutError, GroupBrokenError
+from triton_overlap.kernels import all_gather, all_gather_matmul, matmul_reduce_scatter
+
+TIMEOUT_S = 2.0
+HIDDEN = 32
+
+
+def _start() -> tuple[Group, UserBuffer]:
+    group = to.init_group(timeout_s=TIMEOUT_S)
+    return group, group.user_buffer(64 * group.world_size, HIDDEN, torch.float32)
+
+
+def _gather_matmul(buffer: UserBuffer, rows: int, n: int = 16) -> None:
+    """One call with a result that is known on every rank."""
+    x = torch.full((rows, HIDDEN), float(buffer.group.rank + 1))
+    out = all_gather_matmul.launch(buffer, x, torch.ones(HIDDEN, n))
+    expected = torch.arange(1, buffer.group.world_size + 1).float().repeat_interleave(rows) * HIDDEN
+    torch.testing.assert_close(out, expected[:, None].expand(-1, n))
+
+
+def _reduce_scatter(buffer: UserBuffer, rows: int) -> None:
+    world_size = buffer.group.world_size
+    out = matmul_reduce_scatter.launch(buffer, torch.ones(rows * world_size, 8), torch.ones(8, HIDDEN))
+    torch.testing.assert_close(out, torch.full((rows, HIDDEN), 8.0 * world_size))
+
+
+def _error(call: Callable[[], object]) -> CommError:
+    started = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        call()
+    assert time.monotonic() - started < 4 * TIMEOUT_S
+    return caught.value
+
+
+def _broken_then_recovered(group: Group, buffer: UserBuffer) -> None:
+    assert isinstance(_error(lambda: _gather_matmul(buffer, 4)), GroupBrokenError)
+    assert isinstance(_error(lambda: group.user_buffer(8, 8, torch.float32)), GroupBrokenError)
+    group.recover()
+    for rows in (4, 64, 1):
+        _gather_matmul(buffer, rows)
+        _reduce_scatter(buffer, rows)
+    group.check()
+    group.close()
+
+
+def _disagree_on_tokens() -> tuple[str, str]:
+    group, buffer = _start()
+    _gather_matmul(buffer, 8)
+    error = _error(lambda: _gather_matmul(buffer, 8 if group.rank != 1 else 16))
+    _broken_then_recovered(group, buffer)
+    return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_disagree_on_the_token_count(world_size: int) -> None:
+    for name, message in run_ranks(world_size, _disagree_on_tokens):
+        assert name == CommMismatchError.__name__
+        assert f"T = {8 * world_size}" in message
+        assert f"T = {16 * world_size}" in message
+        assert "recover()" in message
+
+
+def _disagree_on_operation() -> str:
+    group, buffer = _start()
+    call = _gather_matmul if group.rank == 0 else _reduce_scatter
+    error = _error(lambda: call(buffer, 8))
+    assert isinstance(error, CommMismatchError)
+    _broken_then_recovered(group, buffer)
+    return str(error)
+
+
+def test_ranks_that_disagree_on_the_operation() -> None:
+    for message in run_ranks(2, _disagree_on_operation):
+        assert "all_gather_matmul in float32" in message
+        assert "matmul_reduce_scatter in float32" in message
+
+
+def _disagree_on_columns() -> str:
+    group, buffer = _start()
+    error = _error(lambda: _gather_matmul(buffer, 8, n=16 + group.rank))
+    _broken_then_recovered(group, buffer)
+    return str(error)
+
+
+def test_ranks_that_disagree_on_columns() -> None:
+    for message in run_ranks(2, _disagree_on_columns):
+        assert "N = 16" in message
+        assert "N = 17" in message
+
+
+def _absent(operation: str) -> str:
+    group, buffer = _start()
+    x = torch.randn(8, HIDDEN)
+    poisoned = None
+    if group.rank == 1:
+        time.sleep(1.5 * TIMEOUT_S)
+        error = _error(group.check)  # a peer's report, found without a call of its own
+    else:
+        calls: dict[str, Callable[[], object]] = {
+            "all_gather_matmul": lambda: _gather_matmul(buffer, 8),
+            "matmul_reduce_scatter": lambda: _reduce_scatter(buffer, 8),
+            "all_gather": lambda: all_gather.launch(buffer, x),
+        }
+        error = _error(calls[operation])
+        poisoned = bool(buffer.gathered(8 * group.world_size).isnan().all()) if operation == "all_gather" else None
+    assert isinstance(error, CommTimeoutError)
+    assert error.record is not None
+    assert error.record.peer == 1
+    assert poisoned in (None, True)
+    _broken_then_recovered(group, buffer)
+    return str(error)
+
+
+@pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_reduce_scatter", "all_gather"])
+def test_a_rank_that_never_arrives_is_named_everywhere(operation: str) -> None:
+    for message in run_ranks(3, _absent, operation):
+        assert "for rank 1: header" in message
+        assert operation in message
+        assert f"more than {TIMEOUT_S:g} s" in message
+
+
+def _output_of_a_failed_call() -> None:
+    group = to.init_group(timeout_s=TIMEOUT_S, check="async")
+    buffer = group.user_buffer(16, HIDDEN, torch.float32)
+    if group.rank == 0:
+        out = all_gather_matmul.launch(buffer, torch.ones(8, HIDDEN), torch.ones(HIDDEN, 24))
+        assert out.isnan().all(), "a failed call fills its output with NaN"
+        # Raised without a synchronisation by the next call into the library.
+        assert isinstance(_error(lambda: _gather_matmul(buffer, 8)), CommTimeoutError)
+    else:
+        time.sleep(1.5 * TIMEOUT_S)
+    group.recover()
+    _gather_matmul(buffer, 8)
+    group.close()
+
+
+def test_a_failed_call_announces_nothing_and_returns_nan() -> None:
+    run_ranks(2, _output_of_a_failed_call)
+
+
+def _wrong_on_one_rank() -> str:
+    """A mistake that a rank sees alone is its own ValueError, and a timeout on its peers."""
+    group, buffer = _start()
+    w = torch.ones(HIDDEN, 8)
+    if group.rank == 0:
+        with pytest.raises(ValueError, match="hidden size must stay 32"):
+            to.all_gather_matmul(torch.ones(4, HIDDEN + 1), torch.ones(HIDDEN + 1, 8), buffer=buffer)
+        assert buffer.epoch == 0, "nothing was announced"
+        time.sleep(1.5 * TIMEOUT_S)
+        message = str(_error(group.check))
+    else:
+        message = str(_error(lambda: to.all_gather_matmul(torch.ones(4, HIDDEN), w, buffer=buffer)))
+    _broken_then_recovered(group, buffer)
+    return message
+
+
+def test_a_mistake_of_one_rank() -> None:
+    for message in run_ranks(2, _wrong_on_one_rank):
+        assert "rank 1 waited" in message
+
+
+def _closed() -> None:
+    group, buffer = _start()
+    group.close()
+    with pytest.raises(ClosedError):
+        _gather_matmul(buffer, 4)
+    with pytest.raises(ClosedError):
+        group.check()
+    with pytest.raises(ClosedError):
+        group.recover()
+
+
+def test_closed_groups_say_so() -> None:
+    run_ranks(2, _closed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [({"timeout_s": 0}, "positive seconds, got 0"), ({"check": "often"}, "got 'often'"), ({"backend": "tcp"}, "'tcp'")],
+)
+def test_bad_arguments(arguments: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        to.init_group(**arguments)  # type: ignore[arg-type]

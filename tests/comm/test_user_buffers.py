@@ -1,0 +1,158 @@
+"""Capacity and active prefix: every rule, what it says, and that a refused call changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import triton_overlap as to
+from tests.distributed import run_ranks
+from triton_overlap.comm.user_buffers import GEMM_NAMES, check_active_shape
+from triton_overlap.errors import ActiveShapeError, ClosedError
+
+CAPACITY = (64, 32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ((16,), "two-dimensional, got (16,)"),
+        ((4, 4, 32), "two-dimensional, got (4, 4, 32)"),
+        ("many", "two integers, got 'many'"),
+        ((0, 32), "nonzero, got (0, 32)"),
+        ((-4, 32), "nonzero, got (-4, 32)"),
+        ((16, 0), "nonzero, got (16, 0)"),
+        ((16, 31), "hidden size must stay 32, got (16, 31)"),
+        ((68, 32), "within the capacity (64, 32), got (68, 32)"),
+        ((18, 32), "divisible by the group size 4, got (18, 32)"),
+    ],
+)
+def test_each_rule_names_given_and_allowed(shape: Any, says: str) -> None:
+    with pytest.raises(ActiveShapeError) as caught:
+        check_active_shape(shape, CAPACITY, world_size=4)
+    assert says in str(caught.value)
+    assert "[tokens, 32] with 0 < tokens <= 64 and tokens divisible by 4" in str(caught.value)
+
+
+@pytest.mark.parametrize("tokens", [4, 20, 64])
+def test_shapes_within_the_rules_pass(tokens: int) -> None:
+    assert check_active_shape([tokens, 32], CAPACITY, world_size=4) == (tokens, 32)
+
+
+def _raised(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _capacity_and_prefix() -> None:
+    group = to.init_group(timeout_s=20)
+    buffer = group.user_buffer(*CAPACITY, torch.float32)
+    assert buffer.active_shape == buffer.capacity_shape == CAPACITY
+    assert group.user_buffer(*CAPACITY, torch.float32) is buffer
+    assert to.user_buffer_by_handle(buffer.handle) is buffer
+
+    pointer, allocations = buffer.memory.local.data_ptr(), to.symmetric_allocations()
+    buffer.set_active_shape((16, 32))
+    assert "divisible" in _raised(lambda: buffer.set_active_shape((17, 32)))
+    assert buffer.active_shape == (16, 32), "a refused shape must leave the state as it was"
+    buffer.validate((16, 32), torch.float32, group.device)
+    assert "was set to (16, 32), got a tensor for (32, 32)" in _raised(
+        lambda: buffer.validate((32, 32), torch.float32, group.device)
+    )
+    buffer.validate((32, 32), torch.float32, group.device, forward=False)  # backward keeps its own count
+    buffer.set_active_shape(None)
+    assert buffer.active_shape == CAPACITY
+    assert "dtype must be the buffer's torch.float32, got torch.float16" in _raised(
+        lambda: buffer.validate((16, 32), torch.float16, group.device)
+    )
+    assert (buffer.memory.local.data_ptr(), to.symmetric_allocations()) == (pointer, allocations)
+
+    buffer.close()
+    assert _raised(lambda: buffer.set_active_shape((16, 32))).startswith("ClosedError")
+    assert _raised(lambda: to.user_buffer_by_handle("user_buffer_unknown")).startswith("ClosedError")
+    again = group.user_buffer(*CAPACITY, torch.float32)
+    assert again is not buffer
+    group.close()
+    group.close()
+    with pytest.raises(ClosedError):
+        group.user_buffer(*CAPACITY, torch.float16)
+
+
+def _different_registrations(rank_arguments: list[tuple[int, int, str]]) -> str:
+    group = to.init_group(timeout_s=20)
+    max_tokens, hidden, dtype = rank_arguments[group.rank]
+    before = _raised(lambda: group.user_buffer(max_tokens, hidden, getattr(torch, dtype)))
+    good = group.user_buffer(8, 16, torch.bfloat16)  # the group is sound: a correct registration works
+    assert good.registered_bytes == good.layout.num_bytes == good.memory.local.numel()
+    group.close()
+    return before
+
+
+def test_capacity_and_prefix_on_two_ranks() -> None:
+    run_ranks(2, _capacity_and_prefix)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            [(8, 16, "float32"), (16, 16, "float32")],
+            "rank 0: (8, 16, 'torch.float32'); rank 1: (16, 16, 'torch.float32')",
+        ),
+        ([(8, 16, "float32"), (8, 16, "float16")], "rank 1: (8, 16, 'torch.float16')"),
+        ([(7, 16, "float32")] * 2, "max_tokens must be divisible by the group size 2, got 7; the next larger one is 8"),
+        ([(8, 0, "float32")] * 2, "capacity must be positive, got [8, 0]"),
+        (
+            [(8, 16, "float64")] * 2,
+            "dtype must be one of torch.bfloat16, torch.float16, torch.float32, got torch.float64",
+        ),
+    ],
+)
+def test_registrations_that_cannot_be(arguments: list[tuple[int, int, str]], says: str) -> None:
+    for message in run_ranks(2, _different_registrations, arguments):
+        assert message.startswith("ValueError")
+        assert says in message
+
+
+def _transformer_engine_names() -> None:
+    with pytest.raises(RuntimeError, match="not initialised"):
+        to.get_ub("qkv_fprop")
+    to.initialize_ub([64, 32], 2, dtype=torch.float32)
+    try:
+        with pytest.raises(RuntimeError, match="initialised already"):
+            to.initialize_ub([64, 32], 2)
+        assert [to.get_ub(name).name for name in GEMM_NAMES] == list(GEMM_NAMES)
+        with pytest.raises(ValueError, match="unknown user buffer 'qkv'; known: qkv_fprop"):
+            to.get_ub("qkv")
+        allocations = to.symmetric_allocations()
+        to.set_ub_active_shape([48, 32])
+        assert {to.get_ub(name).active_shape for name in GEMM_NAMES} == {(48, 32)}
+        with pytest.raises(ActiveShapeError, match="within the capacity"):
+            to.set_ub_active_shape([66, 32])
+        assert {to.get_ub(name).active_shape for name in GEMM_NAMES} == {(48, 32)}
+        to.get_ub("fc1_fprop").set_buffer_active_shape([2, 32])
+        assert to.get_ub("fc1_fprop").active_shape == (2, 32)
+        assert to.get_ub("fc2_fprop").active_shape == (48, 32)
+        assert to.get_ub("fc1_fprop").capacity_shape == (64, 32)
+        assert to.symmetric_allocations() == allocations
+    finally:
+        to.destroy_ub()
+    to.destroy_ub()
+    for arguments, error in (
+        ({"quantization_modes": to.UserBufferQuantizationMode.FP8}, NotImplementedError),
+        ({"ub_cfgs": {"qkv_fprop": {"method": "bulk"}}}, NotImplementedError),
+        ({"tp_size": 3}, ValueError),
+    ):
+        with pytest.raises(error):
+            to.initialize_ub(**{"shape": [64, 32], "tp_size": 2, **arguments})  # type: ignore[arg-type]
+        to.destroy_ub()
+
+
+def test_transformer_engine_names_on_two_ranks() -> None:
+    run_ranks(2, _transformer_engine_names)
