@@ -93,14 +93,14 @@ class KernelLaunch:
         name: of the kernel.
         arguments: by name.
         grid: three extents.
-        tensors: every tensor among the arguments, also inside tuples and host descriptors.
+        tensors: every tensor among the arguments with the argument's name, also inside tuples and host descriptors.
     """
 
     function: Callable[..., Any]
     name: str
     arguments: dict[str, Any]
     grid: tuple[int, int, int]
-    tensors: list[torch.Tensor] = field(default_factory=list)
+    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
     def program_ids(self) -> Iterator[tuple[int, int, int]]:
         """Every program's position, in the stock interpreter's order."""
@@ -386,8 +386,9 @@ def _launch(executor: Any, *args: Any, **kwargs: Any) -> None:
         spec = inspect.getfullargspec(function)
         names = _parameters[function] = frozenset(spec.args + spec.kwonlyargs)
     known = {name: value for name, value in kwargs.items() if name in names}  # drops num_warps and its like
-    tensors = [t for value in itertools.chain(args, known.values()) for t in _tensors_of(value)]
-    if any(tensor.device.type != "cpu" for tensor in tensors):
+    bound = inspect.getcallargs(function, *args, **known)
+    tensors = [(name, tensor) for name, value in bound.items() for tensor in _tensors_of(value)]
+    if any(tensor.device.type != "cpu" for _, tensor in tensors):
         if _hooks is not None:
             raise BackendError("kernels of this backend run on CPU tensors; an argument lies on another device")
         _stock_launch(executor, *args, **kwargs)
@@ -395,7 +396,6 @@ def _launch(executor: Any, *args: Any, **kwargs: Any) -> None:
     for hook in executor.pre_run_hooks:
         hook(*args, **known)
     _replace_language_once(function)
-    bound = inspect.getcallargs(function, *args, **known)
     constants = executor.constexprs
     arguments = {name: value if name in constants else stock._implicit_cvt(value) for name, value in bound.items()}
     extents = tuple(executor.grid(arguments) if callable(executor.grid) else executor.grid)

@@ -11,7 +11,7 @@ from triton_overlap.sim.faults import (
     StallSource,
     TearHeader,
 )
-from triton_overlap.sim.machine import LogEntry
+from triton_overlap.sim.tasks import LogEntry
 from triton_overlap.sim.world import World
 
 __all__ = [

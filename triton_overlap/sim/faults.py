@@ -128,7 +128,7 @@ class FaultPlan:
         self._signals = [fault for fault in self._faults if isinstance(fault, SignalFault)]
         self._matched = [0] * len(self._signals)
         self._turns = [0] * world_size
-        self.holds_back = bool(self._delays)
+        self.holds_back = bool(self._delays or self._stalls)
 
     def delays(self, rank: int, turn: int) -> bool:
         """True while turns of the world hold ``rank`` back."""

@@ -61,6 +61,12 @@ class Clock:
         head = mine[: len(theirs)]
         np.maximum(head, theirs, out=head)
 
+    def joined(self, other: Clock) -> Clock:
+        """What both know, as a new clock."""
+        clock = self.copy()
+        clock.join(other)
+        return clock
+
     def reach(self, num_slots: int) -> None:
         """Make room for slots up to ``num_slots - 1``."""
         if len(self.known) < num_slots:
@@ -81,18 +87,14 @@ class SyncWord:
     device: dict[int, Clock] = field(default_factory=dict)
 
     def publish(self, clock: Clock, rank: int, scope: str) -> None:
-        """Add a release. A read-modify-write continues the releases before it, as PTX's release sequences do."""
+        """Add a release; ``clock`` must not change afterwards, since several words share it. A read-modify-write
+        continues the releases before it, as PTX's release sequences do."""
         if scope == "cta":
             return
         if scope == "sys":
-            if self.system is None:
-                self.system = clock.copy()
-            else:
-                self.system.join(clock)
-        if rank in self.device:
-            self.device[rank].join(clock)
-        else:
-            self.device[rank] = clock.copy()
+            self.system = clock if self.system is None else self.system.joined(clock)
+        known = self.device.get(rank)
+        self.device[rank] = clock if known is None else known.joined(clock)
 
     def acquire(self, into: Clock, rank: int, scope: str) -> None:
         """Learn what releases of sufficient scope published."""
@@ -318,17 +320,19 @@ class Shadow:
             low, high = granules.start * self.granule, granules.stop * self.granule
         else:
             low, high = int(granules.min()) * self.granule, (int(granules.max()) + 1) * self.granule
-        quads = np.flatnonzero(self._has_words[low // 4 : -(-high // 4)])
+        first_quad = max(low - 4, 0) // 4  # an 8-byte word may start before the range and reach into it
+        quads = np.flatnonzero(self._has_words[first_quad : -(-high // 4)])
         if not quads.size:
             return []
-        touched = None if isinstance(granules, slice) else set(granules.tolist())
+        if isinstance(granules, slice):
+            touched: range | set[int] = range(granules.start, granules.stop)
+        else:
+            touched = set(granules.tolist())
         found = []
-        for offset in (quads * 4 + low // 4 * 4).tolist():
-            word = self._words.get(offset)
-            if word is None:
-                continue  # the upper half of a wider word, or words of less than four bytes: found by their start
+        for offset in ((quads + first_quad) * 4).tolist():
+            word = self._words[offset]
             first, last = offset // self.granule, (offset + word.num_bytes - 1) // self.granule
-            if touched is None or any(granule in touched for granule in range(first, last + 1)):
+            if any(granule in touched for granule in range(first, last + 1)):
                 found.append(offset)
         return found
 
@@ -360,6 +364,7 @@ class Shadow:
             self._has_words[offset // 4] = True
             if self.granule == 0:
                 self._refine(num_bytes)
+        word.num_bytes = max(word.num_bytes, num_bytes)
         return word
 
     def check_atomic(self, offset: int, num_bytes: int, clock: Clock, *, writes: bool) -> Conflict | None:
@@ -451,24 +456,26 @@ class Actor:
             self.clock.join(self._learned)
             self._learned = None
 
-    def acquire(self, word: SyncWord, scope: str, block: bool) -> None:
-        """An acquire of ``word``. A block's lanes learn for themselves until the next barrier; a scalar's result
+    def acquire(self, words: list[SyncWord], scope: str, block: bool) -> None:
+        """An acquire of ``words``. A block's lanes learn for themselves until the next barrier; a scalar's result
         reaches the whole program through a barrier of the compiler's."""
         into = self.clock
         if block:
             if self._learned is None:
                 self._learned = Clock()
             into = self._learned
-        word.acquire(into, self._rank, scope)
+        for word in words:
+            word.acquire(into, self._rank, scope)
 
-    def release(self, word: SyncWord, scope: str, block: bool) -> None:
-        """A release to ``word``, by one thread or by each lane's own."""
+    def release(self, words: list[SyncWord], scope: str, block: bool) -> None:
+        """A release to ``words``, by one thread or by each lane's own."""
         published = self.clock.copy()
         published.reach(len(self._slots))
         published.known[self._threads] = self._fenced
         if block:
             published.known[self._leader] = self._fenced_leader
-        word.publish(published, self._rank, scope)
+        for word in words:
+            word.publish(published, self._rank, scope)
         self._leader_moment = self._slots.tick(self._leader)
         self.clock.known[self._leader] = self._leader_moment
 

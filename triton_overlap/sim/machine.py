@@ -1,247 +1,29 @@
-"""The simulated devices: answers the interpreter's loads, stores, atomics, barriers and launches.
-
-Every access is checked against the regions that exist, then for order with earlier accesses, and then takes effect as
-the model of memory says (``memory.py``). An atomic is also where the running task may lose its turn.
-"""
+"""The simulated devices: their memory, streams and hosts, and the hooks through which kernels reach them."""
 
 from __future__ import annotations
 
-import os
 import random
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import CodeType, FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
-import triton
 
-from triton_overlap.comm import interpreter
 from triton_overlap.comm.interpreter import AtomicAccess, InterpreterError, KernelLaunch, raw
-from triton_overlap.errors import ClosedError, MemoryFaultError, RaceError, SimulationError
-from triton_overlap.sim.faults import DoubleSignal, Fault, FaultPlan, LoseSignal, TearHeader
-from triton_overlap.sim.happens_before import Actor, Clock, Conflict, Shadow, Slots
-from triton_overlap.sim.memory import (
-    AddressSpace,
-    Region,
-    StoreBuffer,
-    WeakMemory,
-    aligned_zeros,
-    read_words,
-    write_words,
-)
-from triton_overlap.sim.scheduler import Fiber, FiberTask, Poll, Scheduler, Task, ThreadFiber, Wait
-from triton_overlap.sim.streams import Event, Operation, RecordEvent, Stream, WaitEvent, cut
+from triton_overlap.errors import ClosedError, MemoryFaultError, SimulationError
+from triton_overlap.sim.accesses import Accesses, words_at
+from triton_overlap.sim.faults import Fault, FaultPlan
+from triton_overlap.sim.happens_before import Clock, Shadow, Slots
+from triton_overlap.sim.memory import AddressSpace, Region, WeakMemory, aligned_zeros
+from triton_overlap.sim.scheduler import Fiber, Poll, Scheduler, Task, Wait
+from triton_overlap.sim.streams import Event, Operation, RecordEvent, Stream, WaitEvent
+from triton_overlap.sim.tasks import CopyOrder, HostTask, Launch, LogEntry, Program, Transfer
 
 #: Alignment of what the machine allocates, in bytes.
 ALIGNMENT = 1024
-#: Chance that a task loses its turn at a store to memory that others reach.
-_PAUSE_AT_STORE = 0.1
 #: Argument regions remembered after their launch, for order with later ones: number and bytes.
 _MAX_ARGUMENTS = 256
 _MAX_ARGUMENT_BYTES = 64 << 20
-
-_WORD_TYPES: dict[int, np.dtype] = {
-    1: np.dtype(np.uint8),
-    2: np.dtype(np.uint16),
-    4: np.dtype(np.uint32),
-    8: np.dtype(np.uint64),
-}
-_INT_TYPES: dict[int, np.dtype] = {
-    1: np.dtype(np.int8),
-    2: np.dtype(np.int16),
-    4: np.dtype(np.int32),
-    8: np.dtype(np.int64),
-}
-
-
-@dataclass(frozen=True)
-class LogEntry:
-    """One event of a run, for timelines.
-
-    Attributes:
-        turn: of the scheduler.
-        time_ns: virtual time.
-        task: name of the task.
-        rank: whose task.
-        what: such as ``"start"``, ``"atomic add"``, ``"copy"``, ``"end"``.
-        place: region and offset, where there is one.
-    """
-
-    turn: int
-    time_ns: int
-    task: str
-    rank: int
-    what: str
-    place: str
-
-
-class HostTask(FiberTask):
-    """A rank's host code."""
-
-    def __init__(self, rank: int, body: Callable[[], None], rng_state: torch.Tensor) -> None:
-        super().__init__(f"host{rank}", rank, ThreadFiber, body)
-        self.rng_state = rng_state
-        self.clock = Clock()
-        self.streams: list[Stream] = []
-        self.current_stream: list[Stream] = []
-
-    def where(self) -> str:
-        return _source(self.fiber.frame(), hosts_too=True)
-
-
-class Program(FiberTask):
-    """One program of a launch."""
-
-    def __init__(
-        self, launch: Launch, position: tuple[int, int, int], make: Callable[[Callable[[], None]], Fiber], view: int
-    ) -> None:
-        name = f"rank{launch.rank} {launch.label}{position}"
-        super().__init__(name, launch.rank, make, lambda: launch.kernel.function(**launch.kernel.arguments))
-        self.launch = launch
-        self.grid = (position, launch.kernel.grid)
-        self.buffer = StoreBuffer(view)
-        self.actor: Actor | None = None
-
-    def where(self) -> str:
-        return _source(self.fiber.frame())
-
-
-@dataclass(eq=False)
-class Launch:
-    """A kernel launch on a stream: starts programs, a few at a time, in any order."""
-
-    machine: Machine
-    kernel: KernelLaunch
-    rank: int
-    label: str
-    host_clock: Clock
-    arguments: list[Region]
-    stream: Stream | None = None
-    finished: bool = False
-    error: BaseException | None = None
-
-    def start(self, stream: Stream) -> None:
-        self.stream = stream
-        stream.clock.join(self.host_clock)
-        rng = self.machine.rng
-        self._waiting = list(self.kernel.program_ids())
-        rng.shuffle(self._waiting)
-        total = len(self._waiting)
-        self._resident = max(1, rng.choice((total, 1, rng.randint(1, max(total, 1)))))
-        self._ended: list[Program] = []
-        self.running: list[Program] = []
-        self.admit()
-
-    def admit(self) -> None:
-        """Start programs while there is room; end the launch with the last of them."""
-        stream = self.stream
-        assert stream is not None
-        while self._waiting and len(self.running) < self._resident:
-            program = Program(self, self._waiting.pop(), self.machine.make_fiber, self.machine.memory.version)
-            if self.machine.slots is not None:
-                key = (stream.number, *program.grid[0])
-                program.actor = Actor(self.machine.slots, self.rank, key, program.name, stream.clock.copy())
-            self.running.append(program)
-            self.machine.scheduler.spawn(program)
-        if not self.running:
-            self._finish()
-
-    def program_ended(self, program: Program) -> None:
-        """One of the programs has run to its end."""
-        self.running.remove(program)
-        self._ended.append(program)
-        self.admit()
-
-    def fail(self, error: BaseException) -> None:
-        """A program raised: the others do not go on."""
-        self.error = error
-        for program in self.running:
-            if not program.done:
-                self.machine.scheduler.discard(program)
-        self._ended += self.running
-        self.running, self._waiting = [], []
-        self._finish()
-
-    def _finish(self) -> None:
-        machine, stream = self.machine, self.stream
-        assert stream is not None
-        for program in self._ended:
-            machine.memory.land_all(program.buffer)
-            machine.forget(program)
-            if program.actor is not None:
-                stream.clock.join(program.actor.end())
-        for region in self.arguments:
-            region.users -= 1
-        self.finished = True
-        machine.scheduler.happened()
-        machine.prune_arguments()
-
-    def can_go_on(self) -> bool:
-        return self.finished
-
-    def turn(self) -> bool:
-        return True
-
-    def describe(self) -> str:
-        return f"the launch of {self.label}"
-
-    def held_back(self) -> bool:
-        return False
-
-
-@dataclass(eq=False)
-class Transfer:
-    """A copy by the copy engine: the bytes in pieces and in any order, then the flag, released at system scope."""
-
-    machine: Machine
-    rank: int
-    peer: int
-    source: Region
-    source_address: int
-    target: Region
-    target_address: int
-    num_bytes: int
-    flag_address: int
-    flag_value: int
-    host_clock: Clock
-    where: str
-    keep: torch.Tensor
-    stream: Stream | None = None
-
-    def start(self, stream: Stream) -> None:
-        machine = self.machine
-        self.stream = stream
-        stream.clock.join(self.host_clock)
-        self._pieces = cut(self.num_bytes, machine.rng)
-        self._actor: Actor | None = None
-        if machine.slots is not None:
-            name = f"{stream.name} to rank{self.peer}"
-            self._actor = Actor(machine.slots, self.rank, (stream.number, "copy"), name, stream.clock.copy())
-
-    def can_go_on(self) -> bool:
-        return True
-
-    def turn(self) -> bool:
-        machine, actor = self.machine, self._actor
-        assert self.stream is not None
-        if self._pieces:
-            start, stop = self._pieces.pop()
-            machine.copy_bytes(self, actor, start, stop)
-            return False
-        machine.release_flag(self, actor)
-        self.source.users -= 1
-        if actor is not None:
-            self.stream.clock.join(actor.end())
-        return True
-
-    def describe(self) -> str:
-        return f"a copy from rank{self.rank} to rank{self.peer}"
-
-    def held_back(self) -> bool:
-        return self.machine.plan.stalls(self.rank, self.peer)
 
 
 class Machine:
@@ -279,6 +61,7 @@ class Machine:
         self.scheduler = Scheduler(self.rng, self, max_steps)
         self.memory = WeakMemory(self.rng, self.scheduler.changed)
         self.space = AddressSpace()
+        self.accesses = Accesses(self)
         self.log: list[LogEntry] | None = [] if log else None
         self.hosts: list[HostTask] = []
         self.killed: list[int] = []
@@ -305,7 +88,7 @@ class Machine:
             self.space.add(region)
         return region
 
-    def argument_region(self, tensor: torch.Tensor, rank: int) -> Region | None:
+    def argument_region(self, tensor: torch.Tensor, rank: int, name: str) -> Region | None:
         """The region that a tensor given to a kernel or a copy lies in, known from now on."""
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
@@ -328,7 +111,7 @@ class Machine:
         shadow = None if self.slots is None else Shadow(end - start, self.slots)
         # What a launch's programs do not order among themselves is a race, which the checker reports; only without it
         # do late stores to arguments show anything more.
-        region = Region("argument", start, end, f"argument@rank{rank}", rank, keep, shadow, weak=self.slots is None)
+        region = Region("argument", start, end, f"{name}@rank{rank}", rank, keep, shadow, weak=self.slots is None)
         self.space.add(region)
         self._arguments[start] = region
         return region
@@ -359,13 +142,15 @@ class Machine:
             return False
         program = self.rng.choice(self._dirty)
         self.memory.land_any(program.buffer)
-        if not program.buffer.pending:
-            self._dirty.remove(program)
+        self.track(program)
         return True
 
-    def forget(self, program: Program) -> None:
-        """Everything ``program`` stored has landed."""
-        if program in self._dirty:
+    def track(self, program: Program) -> None:
+        """The stores of ``program`` that are on their way have changed."""
+        known = program in self._dirty
+        if program.buffer.pending and not known:
+            self._dirty.append(program)
+        elif known and not program.buffer.pending:
             self._dirty.remove(program)
 
     def before_turn(self, task: Task) -> None:
@@ -378,7 +163,7 @@ class Machine:
 
     def after_turn(self, task: Task) -> None:
         if isinstance(task, Program) and task.done:
-            self._event(task, "end")
+            self.event(task, "end")
             if task.error is None:
                 task.launch.program_ended(task)
             else:
@@ -414,12 +199,13 @@ class Machine:
     def memory_holds(self, poll: Poll) -> bool:
         if poll.reads_clock:
             return poll.values == (self.scheduler.now_ns,)
-        return poll.values == _words_at(poll.addresses, poll.itemsize)
+        return poll.values == words_at(poll.addresses, poll.itemsize)
 
     def held_back(self, task: Task) -> bool:
-        if isinstance(task, Stream):
-            return task.held_back() or self.plan.delays(task.rank, self.scheduler.steps)
-        return self.plan.holds_back and self.plan.delays(task.rank, self.scheduler.steps)
+        if not self.plan.holds_back:
+            return False
+        stalled = isinstance(task, Stream) and task.held_back()
+        return stalled or self.plan.delays(task.rank, self.scheduler.steps)
 
     def frozen_until_ns(self, task: Task) -> int:
         return self.plan.frozen_until_ns(task.rank) if self.plan.holds_back else 0
@@ -510,8 +296,8 @@ class Machine:
     def launch(self, kernel: KernelLaunch) -> None:
         host = self.host()
         regions: list[Region] = []
-        for tensor in kernel.tensors:
-            region = self.argument_region(tensor, host.rank)
+        for name, tensor in kernel.tensors:
+            region = self.argument_region(tensor, host.rank, f"{name} of {kernel.name}")
             if region is not None:
                 region.users += 1
                 regions.append(region)
@@ -526,7 +312,7 @@ class Machine:
     def time_ns(self) -> int:
         task = self.scheduler.current
         if isinstance(task, Program):
-            self._poll(task, "read", np.array([self.clock_address], dtype=np.uint64), 8, [], clock=True)
+            self.accesses.poll_clock(task, "bounded poll", task.where())
         return self.scheduler.now_ns
 
     def push(
@@ -535,68 +321,20 @@ class Machine:
         source: torch.Tensor,
         target: Region,
         peer: int,
-        byte_offset: int,
-        flag_byte_offset: int,
+        offset: int,
+        flag_offset: int,
         flag_value: int,
         where: str,
     ) -> None:
-        """Queue a copy of contiguous ``source`` to ``target``, and its flag."""
+        """Queue a copy on ``stream``; the arguments are those of :class:`CopyOrder`."""
+        order = CopyOrder(source, target, peer, offset, flag_offset, flag_value, where)
         host = self.host()
-        region = self.argument_region(source, host.rank)
-        size = source.numel() * source.element_size()
-        address = source.data_ptr()
-        if region is None:  # nothing to copy: the flag alone, with the target standing for the source
-            region, address = target, target.start
+        region = self.argument_region(order.source, host.rank, "source of a copy")
+        address = order.source.data_ptr()
+        if region is None:  # nothing to copy, the flag alone: any region will do
+            region, address = order.target, order.target.start
         region.users += 1
-        transfer = Transfer(
-            self, host.rank, peer, region, address, target, target.start + byte_offset, size,
-            target.start + flag_byte_offset, flag_value, host.clock.copy(), where, source,
-        )  # fmt: skip
-        stream.add(transfer)
-
-    def copy_bytes(self, transfer: Transfer, actor: Actor | None, start: int, stop: int) -> None:
-        """One piece of a copy: read the source now, and the target has it."""
-        source, target = transfer.source_address + start, transfer.target_address + start
-        size = stop - start
-        if actor is not None and self.slots is not None:
-            moment, slot = actor.plain()
-            for region, address, op in ((transfer.source, source, "read"), (transfer.target, target, "write")):
-                shadow = region.shadow
-                assert shadow is not None
-                granules = shadow.byte_range(address - region.start, address - region.start + size)
-                check = shadow.check_load if op == "read" else shadow.check_store
-                site = self.slots.site(f"copy engine's {op}", transfer.where)
-                conflict = check(granules, actor.clock)
-                if conflict is not None:
-                    self._race(transfer.rank, f"copy engine's {op}", transfer.where, region, conflict)
-                (shadow.record_load if op == "read" else shadow.record_store)(granules, moment, slot, site)
-        width = min((source | target | size) & -(source | target | size), 8)
-        offsets = np.arange(0, size, width, dtype=np.uint64)
-        addresses = np.uint64(target) + offsets
-        dtype = _WORD_TYPES[width]
-        self.memory.remember(addresses, read_words(addresses, dtype), transfer)
-        write_words(addresses, read_words(np.uint64(source) + offsets, dtype))
-        self.scheduler.changed(target, target + size)
-
-    def release_flag(self, transfer: Transfer, actor: Actor | None) -> None:
-        """The flag of a copy, an int32."""
-        address = np.array([transfer.flag_address], dtype=np.uint64)
-        value = np.array([transfer.flag_value], dtype=np.int32)
-        access = AtomicAccess("store", address, value, np.dtype(np.int32), False, True, "sys", False)
-        if actor is not None:
-            actor.barrier()
-        self._perform(
-            access,
-            lambda: write_words(address, value),
-            actor,
-            transfer.rank,
-            transfer.where,
-            transfer,
-            lambda: None,
-            [(transfer.target, address)],
-        )
-        if self.log is not None and transfer.stream is not None:
-            self._event(transfer.stream, "flag of a copy", transfer.target.place(transfer.flag_address))
+        stream.add(Transfer(self, host.rank, order, region, address, host.clock.copy()))
 
     # ---- what kernels do
 
@@ -604,83 +342,18 @@ class Machine:
         task = self.scheduler.current
         if not isinstance(task, Program):
             return raw.load(addresses, mask, other, dtype)
-        lanes = np.broadcast_to(mask, np.shape(addresses))
-        whole = bool(lanes.all())
-        active = np.ravel(addresses) if whole else np.asarray(addresses)[lanes]
-        if not active.size:
-            return raw.load(addresses, mask, other, dtype)
-        groups = self._regions(task, active, dtype.itemsize, "load")
-        if task.actor is not None and self.slots is not None:
-            moment, slot = task.actor.plain()
-            for region, part in groups:
-                shadow = region.shadow
-                if shadow is None:
-                    continue
-                granules = shadow.granules((part - np.uint64(region.start)).view(np.int64), dtype.itemsize)
-                conflict = shadow.check_load(granules, task.actor.clock)
-                where = _source(sys._getframe(1))
-                if conflict is not None:
-                    self._race_of(task, "load", where, region, conflict)
-                shadow.record_load(granules, moment, slot, self.slots.site("load", where))
-        result = raw.load(addresses, mask, other, dtype)
-        if any(region.weak for region, _ in groups):
-            if whole:
-                seen = self.memory.load(task.buffer, active, np.ravel(result), task)
-                result = seen.reshape(np.shape(result))
-            else:
-                values = result[lanes]
-                seen = self.memory.load(task.buffer, active, values, task)
-                if seen is not values:
-                    result = result.copy()
-                    result[lanes] = seen
-        if active.size == 1:
-            clock = groups[0][0].kind == "clock"
-            self._poll(task, "load", active, dtype.itemsize, groups, clock=clock, value=result, plain=True)
-            if task.spinning:
-                task.fiber.pause()
-        return result
+        return self.accesses.load(task, addresses, mask, other, dtype)
 
     def store(self, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray, asynchronous: bool) -> None:
         task = self.scheduler.current
-        if not isinstance(task, Program):
-            raw.store(addresses, values, mask)
-            return
-        shape = np.shape(addresses)
-        lanes = np.broadcast_to(mask, shape)
-        if lanes.all():
-            active, content = np.ravel(addresses), np.ravel(np.broadcast_to(values, shape))
+        if isinstance(task, Program):
+            self.accesses.store(task, addresses, values, mask, asynchronous)
         else:
-            active, content = np.asarray(addresses)[lanes], np.broadcast_to(values, shape)[lanes]
-        if not active.size:
-            return
-        op = "descriptor store" if asynchronous else "store"
-        groups = self._regions(task, active, content.dtype.itemsize, op)
-        actor = task.actor
-        if actor is not None and self.slots is not None:
-            moment, slot = actor.descriptor_store() if asynchronous else actor.plain()
-            clock = actor.descriptor_clock() if asynchronous else actor.clock
-            for region, part in groups:
-                shadow = region.shadow
-                if shadow is None:
-                    continue
-                granules = shadow.granules((part - np.uint64(region.start)).view(np.int64), content.dtype.itemsize)
-                conflict = shadow.check_store(granules, clock)
-                where = _source(sys._getframe(1))
-                if conflict is not None:
-                    self._race_of(task, op, where, region, conflict)
-                shadow.record_store(granules, moment, slot, self.slots.site(op, where))
-        task.moved()
-        if not any(region.weak for region, _ in groups):
-            write_words(active, content)
-            self.scheduler.changed(int(active.min()), int(active.max()) + content.dtype.itemsize)
-            return
-        if not task.buffer.pending:
-            self._dirty.append(task)
-        for piece in self.memory.split(active, content, task):
-            piece.asynchronous = asynchronous
-            task.buffer.pending.append(piece)
-        if self.rng.random() < _PAUSE_AT_STORE:
-            task.fiber.pause()
+            raw.store(addresses, values, mask)
+
+    def atomic(self, access: AtomicAccess, perform: Callable[[], Any]) -> Any:
+        task = self.scheduler.current
+        return self.accesses.atomic(task, access, perform) if isinstance(task, Program) else perform()
 
     def barrier(self) -> None:
         task = self.scheduler.current
@@ -697,190 +370,7 @@ class Machine:
             if task.actor is not None:
                 task.actor.wait_descriptors()
 
-    def atomic(self, access: AtomicAccess, perform: Callable[[], Any]) -> Any:
-        task = self.scheduler.current
-        if not isinstance(task, Program):
-            return perform()
-        task.fiber.pause()
-        groups = self._regions(task, access.addresses, access.dtype.itemsize, f"atomic {access.op}")
-        if groups[0][0].kind == "clock":
-            result = perform()
-            self._poll(task, f"atomic {access.op}", access.addresses, access.dtype.itemsize, groups, clock=True)
-            return result
-        if access.release and access.scope != "cta":
-            self.memory.land_fenced(task.buffer)
-        low, high = int(access.addresses.min()), int(access.addresses.max()) + access.dtype.itemsize
-        self.memory.land_meeting(task.buffer, low, high)
-        if not task.buffer.pending:
-            self.forget(task)
-        where = _source(sys._getframe(1))
-        result, changed = self._perform(access, perform, task.actor, task.rank, where, task, task.fiber.pause, groups)
-        if access.acquire and access.scope != "cta":
-            task.buffer.view = self.memory.version
-        if changed:
-            task.moved()
-        else:
-            self._poll(task, f"atomic {access.op}", access.addresses, access.dtype.itemsize, groups, where=where)
-        if self.log is not None:
-            self._event(task, f"atomic {access.op}", groups[0][0].place(low))
-        return result
-
-    def _perform(
-        self,
-        access: AtomicAccess,
-        perform: Callable[[], Any],
-        actor: Actor | None,
-        rank: int,
-        where: str,
-        writer: Task | Transfer,
-        pause: Callable[[], None],
-        groups: list[tuple[Region, np.ndarray]],
-    ) -> tuple[Any, bool]:
-        """An atomic of a program or a copy: order, faults and effect. The second result tells if memory changed."""
-        itemsize = access.dtype.itemsize
-        dtype = _WORD_TYPES[itemsize]
-        addresses = access.addresses
-        before = read_words(addresses, dtype)
-        region = groups[0][0]
-        fault = None
-        if region.kind == "symmetric" and not access.only_reads:
-            low = int(addresses[0])
-            value = int(np.ravel(access.values)[0]) if access.values.dtype.kind in "iub" else 0
-            fault = self.plan.signal(rank, region.rank, low - region.start, itemsize * addresses.size, value)
-        result = perform()
-        after = read_words(addresses, dtype)
-        if isinstance(fault, LoseSignal):
-            write_words(addresses, before)
-            return result, True  # its sender believes that it happened
-        if actor is not None and self.slots is not None:
-            self._order_atomic(access, actor, rank, where, writer, groups)
-        changed = not np.array_equal(before, after)
-        low, high = int(addresses.min()), int(addresses.max()) + itemsize
-        if changed:
-            self.memory.remember(addresses, before, writer)
-            if isinstance(fault, TearHeader):
-                lower = dtype.type((1 << (4 * itemsize)) - 1)
-                write_words(addresses, (after & lower) | (before & ~lower))
-                self.scheduler.changed(low, high)
-                for _ in range(self.rng.randint(1, 20)):
-                    pause()
-                write_words(addresses, after)
-            self.scheduler.changed(low, high)
-        if isinstance(fault, DoubleSignal):
-            pause()
-            again = read_words(addresses, dtype)
-            perform()
-            self.memory.remember(addresses, again, writer)
-            self.scheduler.changed(low, high)
-        return result, changed
-
-    def _order_atomic(
-        self,
-        access: AtomicAccess,
-        actor: Actor,
-        rank: int,
-        where: str,
-        writer: Task | Transfer,
-        groups: list[tuple[Region, np.ndarray]],
-    ) -> None:
-        """Races of an atomic with plain accesses, and what its semantics order."""
-        assert self.slots is not None
-        op = f"atomic {access.op}"
-        itemsize = access.dtype.itemsize
-        moment, slot = actor.atomic(access.block)
-        site = self.slots.site(op, where)
-        stamp = moment << 32 | slot << 18 | site
-        words = []
-        for region, part in groups:
-            shadow = region.shadow
-            if shadow is None:
-                continue
-            for offset in (part - np.uint64(region.start)).tolist():
-                word = shadow.word(offset, itemsize)
-                conflict = shadow.check_atomic(offset, itemsize, actor.clock, writes=not access.only_reads)
-                if conflict is not None:
-                    self._race(rank, op, where, region, conflict, writer)
-                (word.reads if access.only_reads else word.writes)[slot] = stamp
-                words.append(word.sync)
-        if access.acquire:
-            for sync in words:
-                actor.acquire(sync, access.scope, access.block)
-        if access.release:
-            for sync in words:
-                actor.release(sync, access.scope, access.block)
-
-    # ---- checks and reports
-
-    def _regions(self, task: Program, addresses: np.ndarray, itemsize: int, op: str) -> list[tuple[Region, np.ndarray]]:
-        groups, wild = self.space.split(addresses, itemsize)
-        if wild is not None:
-            self._fault(task, op, wild, itemsize, "lies in no registered region and in no argument of this launch")
-        for region, part in groups:
-            kind = region.kind
-            if region.freed:
-                self._fault(task, op, int(part[0]), itemsize, f"lies in {region.name}, which was freed")
-            if kind == "local" and region.rank != task.rank:
-                self._fault(task, op, int(part[0]), itemsize, f"lies in {region.name}, local memory of another rank")
-            if kind == "argument" and not any(region is argument for argument in task.launch.arguments):
-                self._fault(task, op, int(part[0]), itemsize, f"lies in {region.name}, no argument of this launch")
-        return groups
-
-    def _fault(self, task: Program, op: str, address: int, itemsize: int, reason: str) -> NoReturn:
-        near = [
-            f"{region.name} [{region.start:#x}, {region.end:#x})"
-            for region in self.space.overlapping(max(address - 4096, 0), address + 4096)
-        ]
-        hint = f"; near it lie {', '.join(near)}" if near else ""
-        raise MemoryFaultError(
-            f"{task.name} at {_source(sys._getframe(2))}: {op} of {itemsize} bytes at {address:#x} {reason}{hint}"
-        )
-
-    def _race_of(self, task: Program, op: str, where: str, region: Region, conflict: Conflict) -> NoReturn:
-        self._race(task.rank, op, where, region, conflict, task)
-
-    def _race(
-        self, rank: int, op: str, where: str, region: Region, conflict: Conflict, writer: Task | Transfer | None = None
-    ) -> NoReturn:
-        assert self.slots is not None
-        assert region.shadow is not None
-        name = writer.name if isinstance(writer, Task) else f"rank{rank} copy engine"
-        offset = conflict.granule * region.shadow.granule
-        earlier = self.slots.user(conflict.slot, conflict.moment)
-        raise RaceError(
-            f"{name}: {op} at {where} of {region.name}+{offset} is not ordered after the {conflict.site.op} by "
-            f"{earlier} at {conflict.site.where}: no chain of release and acquire of sufficient scope leads from one "
-            "to the other (a release covers a block's stores only after a tl.debug_barrier since them, and descriptor "
-            "stores only after they were waited for)"
-        )
-
-    def _poll(
-        self,
-        task: Program,
-        op: str,
-        addresses: np.ndarray,
-        itemsize: int,
-        groups: list[tuple[Region, np.ndarray]],
-        *,
-        clock: bool = False,
-        value: np.ndarray | None = None,
-        plain: bool = False,
-        where: str | None = None,
-    ) -> None:
-        keys = tuple(addresses.tolist())
-        if clock:
-            values: tuple[int, ...] = (self.scheduler.now_ns,)
-        elif value is not None:
-            values = tuple(np.ravel(value).view(_INT_TYPES[itemsize]).tolist())
-        else:
-            values = _words_at(keys, itemsize)
-        place = groups[0][0].place(keys[0]) if groups else "clock+0"
-        poll = Poll(keys, values, op, place, where or (_source(sys._getframe(2))), itemsize, clock)
-        if plain:
-            task.polled_plainly(poll)
-        else:
-            task.polled(poll)
-
-    def _event(self, task: Task, what: str, place: str = "") -> None:
+    def event(self, task: Task, what: str, place: str = "") -> None:
         if self.log is not None:
             scheduler = self.scheduler
             self.log.append(LogEntry(scheduler.steps, scheduler.now_ns, task.name, task.rank, what, place))
@@ -890,56 +380,3 @@ class Machine:
     def stop(self) -> None:
         """Unwind everything that still runs."""
         self.scheduler.stop_all()
-
-
-def _words_at(addresses: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    return tuple(read_words(np.array(addresses, dtype=np.uint64), _INT_TYPES[itemsize]).tolist())
-
-
-# ---- where in the source ----------------------------------------------------------------------------------------
-
-_TRITON = os.path.dirname(os.path.abspath(triton.__file__)) + os.sep
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_PLUMBING = (os.path.abspath(interpreter.__file__), os.path.join("comm", "backends", "sim.py"))
-_foreign: dict[CodeType, bool] = {}
-_names: dict[tuple[CodeType, int, CodeType, int], str] = {}
-
-
-def _is_plumbing(code: CodeType) -> bool:
-    known = _foreign.get(code)
-    if known is None:
-        name = os.path.abspath(code.co_filename)
-        known = _foreign[code] = (
-            name.startswith((_TRITON, _HERE)) or name.endswith(_PLUMBING) or code.co_filename.endswith("threading.py")
-        )
-    return known
-
-
-def _source(frame: FrameType | None, *, hosts_too: bool = False) -> str:
-    """file:line of the innermost frame that is a kernel's, and of the kernel itself where that is another function."""
-    while frame is not None and _is_plumbing(frame.f_code):
-        frame = frame.f_back
-    if frame is None:
-        return "?"
-    inner = outer = frame
-    if not hosts_too:
-        step = frame.f_back
-        while step is not None and step.f_code is not _PROGRAM_BODY:
-            if not _is_plumbing(step.f_code):
-                outer = step
-            step = step.f_back
-    key = (inner.f_code, inner.f_lineno, outer.f_code, outer.f_lineno)
-    text = _names.get(key)
-    if text is None:
-        text = _name(inner)
-        if outer is not inner:
-            text += f" (in {outer.f_code.co_name}, {_name(outer)})"
-        _names[key] = text
-    return text
-
-
-def _name(frame: FrameType) -> str:
-    return f"{os.sep.join(frame.f_code.co_filename.split(os.sep)[-2:])}:{frame.f_lineno}"
-
-
-_PROGRAM_BODY = FiberTask._main.__code__

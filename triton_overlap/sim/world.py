@@ -11,9 +11,10 @@ from triton_overlap.comm import interpreter
 from triton_overlap.comm.backends.sim import SimBackend
 from triton_overlap.errors import SimulationError
 from triton_overlap.sim.faults import KILLED, Fault, FaultPlan
-from triton_overlap.sim.machine import HostTask, LogEntry, Machine
+from triton_overlap.sim.machine import Machine
 from triton_overlap.sim.meetings import Meetings
 from triton_overlap.sim.scheduler import program_fiber
+from triton_overlap.sim.tasks import HostTask, LogEntry
 
 if TYPE_CHECKING:
     from triton_overlap.comm.group import Group
