@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +45,33 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def _nvml_clocks(index: int) -> dict[str, Any]:
-    import pynvml
-
-    pynvml.nvmlInit()
+def _nvml(index: int) -> dict[str, Any]:
+    """Driver, clocks and power of a GPU. What cannot be read carries the reason: the timings are worth keeping without."""
     try:
+        import pynvml
+    except ImportError as error:
+        return {"driver": f"not read: {error}; install nvidia-ml-py"}
+
+    def read(function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except pynvml.NVMLError as error:
+            return f"not read: {error}"
+
+    try:
+        pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        return {
-            "driver": str(pynvml.nvmlSystemGetDriverVersion()),
-            "sm_clock_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-            "sm_clock_max_mhz": pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM),
-            "memory_clock_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
-            "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-        }
-    finally:
-        pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        return {"driver": f"not read: {error}"}
+    found = {
+        "driver": str(read(pynvml.nvmlSystemGetDriverVersion)),
+        "sm_clock_mhz": read(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        "sm_clock_max_mhz": read(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        "memory_clock_mhz": read(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM),
+        "power_mw": read(pynvml.nvmlDeviceGetPowerUsage, handle),
+    }
+    pynvml.nvmlShutdown()
+    return found
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
@@ -74,7 +87,4 @@ def hardware(device: torch.device) -> dict[str, Any]:
         "l2_bytes": properties.L2_cache_size,
         "capability": list(torch.cuda.get_device_capability(device)),
     }
-    try:
-        return found | _nvml_clocks(device.index or 0)
-    except ImportError as error:
-        return found | {"clocks": f"not read: {error}; install nvidia-ml-py"}
+    return found | _nvml(device.index or 0)
