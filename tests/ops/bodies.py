@@ -404,22 +404,26 @@ def raw_operator(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
     """``torch.ops`` without the gathered rows: backward gathers again, with the same result."""
     buffer = sizes.buffer(group, dtype)
     draw = Draw(group, dtype, 31)
-    rows = sizes.rows[0]
+    rows, ops = sizes.rows[0], torch.ops.triton_overlap
     a, b = draw.per_rank(rows, sizes.hidden), draw.per_rank(sizes.hidden, sizes.features)
     d_out = draw.constant(draw.per_rank(rows * group.world_size, sizes.features))
-    grads = []
+    results = []
     for gather in (True, False):
-        leaves = [draw.mine(a), draw.mine(b)]
-        outs = torch.ops.triton_overlap.all_gather_matmul(
-            leaves[0], [leaves[1]], [], [], buffer.handle, gather, "fused"
-        )
-        assert len(outs) == 1 + gather
-        outs[0].backward(d_out)
-        grads.append([x.grad for x in leaves])
-    for with_rows, without in zip(*grads, strict=True):
-        assert with_rows is not None
-        assert without is not None
-        assert_equal("gradient with a second gather", without, with_rows)
+        for several in (True, False):
+            leaves = [draw.mine(a), draw.mine(b)]
+            if several:
+                outs = ops.all_gather_matmuls(leaves[0], [leaves[1]], [], [], buffer.handle, gather, "fused")
+                assert len(outs) == 1 + gather
+            else:
+                outs = ops.all_gather_matmul(*leaves, None, None, buffer.handle, gather, "fused")
+                assert outs[1].shape[0] == (rows * group.world_size if gather else 0)
+            outs[0].backward(d_out)
+            results.append([outs[0].detach(), *(x.grad for x in leaves)])
+    for result in results[1:]:
+        for first, other in zip(results[0], result, strict=True):
+            assert first is not None
+            assert other is not None
+            assert_equal("result with a second gather, or through the list operator", other, first)
 
 
 def fresh_outputs(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
@@ -577,9 +581,10 @@ def opcheck(group: to.Group, sizes: Sizes) -> None:
     none = x.new_empty(0)
     ops = torch.ops.triton_overlap
     cases: list[tuple[Any, tuple[Any, ...]]] = [
-        (ops.all_gather_matmul, (x, [b], [bias], [], handle, True, "fused")),
-        (ops.all_gather_matmul, (x, [b, b.detach() * 2], [bias, none], [], handle, False, "fused")),
-        (ops.all_gather_matmul, (x, [b], [], [torch.zeros_like(b)], handle, True, "fused")),
+        (ops.all_gather_matmul, (x, b, bias, None, handle, True, "fused")),
+        (ops.all_gather_matmul, (x, b, None, torch.zeros_like(b), handle, True, "fused")),
+        (ops.all_gather_matmuls, (x, [b, b.detach() * 2], [bias, none], [], handle, False, "fused")),
+        (ops.all_gather_matmuls, (x, [b], [], [torch.zeros_like(b)], handle, True, "fused")),
         (ops.matmul_reduce_scatter, (a, c, c_bias, None, handle, "fused")),
         (ops.matmul_reduce_scatter, (a, c, None, torch.zeros_like(c), handle, "fused")),
         (ops.all_gather, (x, handle)),

@@ -34,13 +34,55 @@ from .validation import (
 )
 from .weight_gradient import bias_gradient, local_matmul, weight_gradient
 
-__all__ = ["all_gather_matmul", "all_gather_matmul_op"]
+__all__ = ["all_gather_matmul", "all_gather_matmul_op", "all_gather_matmuls_op"]
 
 _NAME = "all_gather_matmul"
 
 
 @torch.library.custom_op("triton_overlap::all_gather_matmul", mutates_args=())
 def all_gather_matmul_op(
+    a_shard: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    main_grad: Tensor | None,
+    buffer: str,
+    gather: bool,
+    method: str,
+) -> tuple[Tensor, Tensor]:
+    """``torch.ops.triton_overlap.all_gather_matmul``: the operation without conveniences.
+
+    Args:
+        a_shard: [T/W, K].
+        b: [K, N].
+        bias: [N] or None.
+        main_grad: float32 [K, N] or None. Backward adds the weight gradient to it and returns none for b.
+        buffer: handle of a user buffer with hidden size K.
+        gather: also return the gathered rows. Without them, backward gathers again if b wants a gradient.
+        method: see ``all_gather_matmul``.
+
+    Returns:
+        [T, N], and the gathered rows [T, K] where ``gather``, else [0, K]; both fresh.
+    """
+    outs = _forward(a_shard, [b], [bias], [main_grad], buffer, gather, method)
+    return outs[0], outs[1] if gather else a_shard.new_empty((0, a_shard.shape[1]))
+
+
+@all_gather_matmul_op.register_fake
+def _fake(
+    a_shard: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    main_grad: Tensor | None,
+    buffer: str,
+    gather: bool,
+    method: str,
+) -> tuple[Tensor, Tensor]:
+    tokens = a_shard.shape[0] * world_size_of(buffer)
+    return a_shard.new_empty((tokens, b.shape[1])), a_shard.new_empty((tokens if gather else 0, a_shard.shape[1]))
+
+
+@torch.library.custom_op("triton_overlap::all_gather_matmuls", mutates_args=())
+def all_gather_matmuls_op(
     a_shard: Tensor,
     bs: list[Tensor],
     biases: list[Tensor],
@@ -49,50 +91,32 @@ def all_gather_matmul_op(
     gather: bool,
     method: str,
 ) -> list[Tensor]:
-    """``torch.ops.triton_overlap.all_gather_matmul``: the operation without conveniences.
+    """``torch.ops.triton_overlap.all_gather_matmuls``: several b share one gather.
+
+    An operator of its own because autograd spends more host time on lists of tensors, which one b need not pay.
 
     Args:
         a_shard: [T/W, K].
         bs: at least one [K, N_i].
         biases: empty, or one [N_i] for each b, where a tensor of no elements means none.
-        main_grads: empty, or one float32 [K, N_i] for each b, where a tensor of no elements means none. Backward adds
-            the weight gradient to it and returns none for that b.
+        main_grads: empty, or one float32 [K, N_i] for each b, where a tensor of no elements means none.
         buffer: handle of a user buffer with hidden size K.
         gather: also return the gathered rows. Without them, backward gathers again if a b wants a gradient.
         method: see ``all_gather_matmul``.
 
     Returns:
-        [T, N_i] for each b, then [T, K] where ``gather``; all fresh.
+        [T, N_i] for each b, then the gathered rows [T, K] where ``gather``; all fresh.
     """
-    user_buffer = user_buffer_by_handle(buffer)
-    check_method(_NAME, method)
-    tokens = check_activation(_NAME, user_buffer, "a_shard", a_shard, is_shard=True, is_hidden=True)
     if not bs:
         raise ValueError(f"{_NAME}: give at least one b")
     for name, values in (("biases", biases), ("main_grads", main_grads)):
         if values:
             check_one_per_b(_NAME, name, values, len(bs))
-    for b, bias, main_grad in zip(bs, _optional(biases, bs), _optional(main_grads, bs), strict=True):
-        check_weight(_NAME, user_buffer, b, a_shard.shape[1])
-        if bias is not None:
-            check_bias(_NAME, user_buffer, bias, b)
-        if main_grad is not None:
-            check_main_grad(_NAME, main_grad, b)
-
-    optional_biases = _optional(biases, bs)
-    needs_gathered = gather or len(bs) > 1
-    outs = [all_gather_matmul_kernel.launch(user_buffer, a_shard, bs[0], optional_biases[0], gather=needs_gathered)]
-    if needs_gathered:
-        gathered = user_buffer.gathered(tokens)  # a view of the buffer's slot
-        outs += [local_matmul(gathered, b, bias) for b, bias in zip(bs[1:], optional_biases[1:], strict=True)]
-        if gather:
-            outs.append(gathered.clone())
-        user_buffer.extend_call()
-    return outs
+    return _forward(a_shard, bs, _optional(biases, bs), _optional(main_grads, bs), buffer, gather, method)
 
 
-@all_gather_matmul_op.register_fake
-def _fake(
+@all_gather_matmuls_op.register_fake
+def _several_fake(
     a_shard: Tensor,
     bs: list[Tensor],
     biases: list[Tensor],
@@ -102,37 +126,111 @@ def _fake(
     method: str,
 ) -> list[Tensor]:
     tokens = a_shard.shape[0] * world_size_of(buffer)
-    outs = [a_shard.new_empty((tokens, b.shape[1])) for b in bs]
-    if gather:
-        outs.append(a_shard.new_empty((tokens, a_shard.shape[1])))
+    columns = [b.shape[1] for b in bs] + ([a_shard.shape[1]] if gather else [])
+    return [a_shard.new_empty((tokens, n)) for n in columns]
+
+
+def _forward(
+    a_shard: Tensor,
+    bs: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    main_grads: Sequence[Tensor | None],
+    buffer: str,
+    gather: bool,
+    method: str,
+) -> list[Tensor]:
+    """What both operators compute: [T, N_i] for each b, then the gathered rows where ``gather``."""
+    user_buffer = user_buffer_by_handle(buffer)
+    check_method(_NAME, method)
+    tokens = check_activation(_NAME, user_buffer, "a_shard", a_shard, is_shard=True, is_hidden=True)
+    for b, bias, main_grad in zip(bs, biases, main_grads, strict=True):
+        check_weight(_NAME, user_buffer, b, a_shard.shape[1])
+        if bias is not None:
+            check_bias(_NAME, user_buffer, bias, b)
+        if main_grad is not None:
+            check_main_grad(_NAME, main_grad, b)
+
+    needs_gathered = gather or len(bs) > 1
+    outs = [all_gather_matmul_kernel.launch(user_buffer, a_shard, bs[0], biases[0], gather=needs_gathered)]
+    if needs_gathered:
+        gathered = user_buffer.gathered(tokens)  # a view of the buffer's slot
+        outs += [local_matmul(gathered, b, bias) for b, bias in zip(bs[1:], biases[1:], strict=True)]
+        if gather:
+            outs.append(gathered.clone())
+        user_buffer.extend_call()
     return outs
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    a_shard, b, _, main_grad, buffer, gather, method = inputs
+    rows = output[1] if gather else a_shard
+    _save(ctx, [b], [main_grad], rows if ctx.needs_input_grad[1] else None, buffer, gather, method)
+
+
+def _backward(ctx: Any, out_grad: Tensor | None, gathered_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
+    a_grad, (b_grad,), (bias_grad,) = _gradients(
+        ctx, needs_a, [needs_b], [needs_bias], [out_grad], gathered_grad if ctx.gather else None
+    )
+    return a_grad, b_grad, bias_grad, None, None, None, None
+
+
+def _several_setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     a_shard, bs, biases, main_grads, buffer, gather, method = inputs
-    _, needs_bs, *_ = ctx.needs_input_grad
+    ctx.num_biases, ctx.num_main_grads = len(biases), len(main_grads)
+    # Flat here, one flag for each tensor; in backward it is nested as the arguments are.
+    needs_any_b = any(ctx.needs_input_grad[1 : 1 + len(bs)])
+    rows = output[-1] if gather else a_shard
+    _save(ctx, bs, _optional(main_grads, bs), rows if needs_any_b else None, buffer, gather, method)
+
+
+def _several_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    needs_a, needs_bs, needs_biases, *_ = ctx.needs_input_grad
+    count = len(ctx.main_grads)
+    a_grad, b_grads, bias_grads = _gradients(
+        ctx,
+        needs_a,
+        needs_bs,
+        needs_biases or [False] * count,
+        grads[:count],
+        grads[count] if ctx.gather else None,
+    )
+    return a_grad, b_grads, bias_grads[: ctx.num_biases], [None] * ctx.num_main_grads, None, None, None
+
+
+def _save(
+    ctx: Any,
+    bs: Sequence[Tensor],
+    main_grads: list[Tensor | None],
+    rows: Tensor | None,
+    buffer: str,
+    gather: bool,
+    method: str,
+) -> None:
+    """Keep what ``_gradients`` needs; ``rows`` are the gathered ones, or the shard to gather again, or None."""
     ctx.set_materialize_grads(False)
     ctx.buffer, ctx.gather, ctx.method = buffer, gather, method
-    ctx.num_biases, ctx.num_main_grads = len(biases), len(main_grads)
     # Not through save_for_backward: other microbatches add to it between this forward and its backward.
-    ctx.main_grads = _optional(main_grads, bs)
-    rows = [] if not _any(needs_bs) else [output[-1]] if gather else [a_shard]
-    ctx.save_for_backward(*bs, *rows)
+    ctx.main_grads = main_grads
+    ctx.save_for_backward(*bs, *([] if rows is None else [rows]))
 
 
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+def _gradients(
+    ctx: Any,
+    needs_a: bool,
+    needs_bs: Sequence[bool],
+    needs_biases: Sequence[bool],
+    out_grads: Sequence[Tensor | None],
+    gathered_grad: Tensor | None,
+) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    """Of the shard, of each b and of each bias; None where nobody asks or nothing came in."""
     refuse_double_backward(_NAME)
-    needs_a, needs_bs, needs_biases, *_ = ctx.needs_input_grad
-    num_bs = len(ctx.main_grads)
+    count = len(ctx.main_grads)
     saved = ctx.saved_tensors  # once: each access unpacks, which under checkpointing may happen only once
-    bs, rows = list(saved[:num_bs]), saved[num_bs:]
-    out_grads = list(grads[:num_bs])
-    gathered_grad = grads[num_bs] if ctx.gather else None
-
+    bs, rows = saved[:count], saved[count:]
     a_grad = _shard_gradient(bs, out_grads, gathered_grad, ctx.buffer, ctx.method) if needs_a else None
-
-    b_grads: list[Tensor | None] = [None] * num_bs
-    bias_grads: list[Tensor | None] = [None] * ctx.num_biases
+    b_grads: list[Tensor | None] = [None] * count
+    bias_grads: list[Tensor | None] = [None] * count
     gathered: Tensor | None = None
     for i, out_grad in enumerate(out_grads):
         if out_grad is None:
@@ -141,13 +239,13 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
             if gathered is None:
                 gathered = rows[0] if ctx.gather else torch.ops.triton_overlap.all_gather(rows[0], ctx.buffer)
             b_grads[i] = weight_gradient(gathered, out_grad, bs[i], ctx.main_grads[i])
-        if ctx.num_biases and needs_biases[i]:
+        if needs_biases[i]:
             bias_grads[i] = bias_gradient(out_grad)
-    return a_grad, b_grads, bias_grads, [None] * ctx.num_main_grads, None, None, None
+    return a_grad, b_grads, bias_grads
 
 
 def _shard_gradient(
-    bs: list[Tensor], out_grads: list[Tensor | None], gathered_grad: Tensor | None, buffer: str, method: str
+    bs: Sequence[Tensor], out_grads: Sequence[Tensor | None], gathered_grad: Tensor | None, buffer: str, method: str
 ) -> Tensor | None:
     """[T/W, K]: the ranks' sum of ``sum_i out_grads[i] @ bs[i]^T + gathered_grad``, one communicating product."""
     grads = [grad for grad in out_grads if grad is not None]
@@ -169,6 +267,7 @@ def _shard_gradient(
 
 
 all_gather_matmul_op.register_autograd(_backward, setup_context=_setup_context)
+all_gather_matmuls_op.register_autograd(_several_backward, setup_context=_several_setup_context)
 
 
 @overload
@@ -259,12 +358,21 @@ def all_gather_matmul(
         ValueError: dtype, device, shapes or method do not fit.
         CommError: the ranks disagree, or one did not arrive in time.
     """
-    bs = [b] if isinstance(b, Tensor) else list(b)
-    biases = _per_b("bias", bias, b, len(bs))
-    main_grads = _per_b("main_grad", main_grad, b, len(bs))
+    if isinstance(b, Tensor):
+        gather = return_gathered or (torch.is_grad_enabled() and b.requires_grad)
+        a_cast, b_cast, bias_cast = autocast_operands(a_shard, b, _only("bias", bias))
+        out: Tensor
+        gathered: Tensor
+        out, gathered = torch.ops.triton_overlap.all_gather_matmul(
+            a_cast, b_cast, bias_cast, _only("main_grad", main_grad), buffer.handle, gather, method
+        )
+        return (out, gathered) if return_gathered else out
+
+    bs = list(b)
+    biases, main_grads = _per_b("bias", bias, len(bs)), _per_b("main_grad", main_grad, len(bs))
     gather = return_gathered or (torch.is_grad_enabled() and any(x.requires_grad for x in bs))
     a_cast, *rest = autocast_operands(a_shard, *bs, *biases)
-    outs: list[Tensor] = torch.ops.triton_overlap.all_gather_matmul(
+    outs: list[Tensor] = torch.ops.triton_overlap.all_gather_matmuls(
         a_cast,
         rest[: len(bs)],
         _tensors(rest[len(bs) :], a_shard),
@@ -273,21 +381,24 @@ def all_gather_matmul(
         gather,
         method,
     )
-    result: Tensor | list[Tensor] = outs[0] if isinstance(b, Tensor) else list(outs[: len(bs)])
-    return (result, outs[len(bs)]) if return_gathered else result
+    return (list(outs[:-1]), outs[-1]) if return_gathered else list(outs[: len(bs)])
 
 
-def _per_b(
-    name: str, value: Tensor | Sequence[Tensor | None] | None, b: Tensor | Sequence[Tensor], count: int
-) -> list[Tensor | None]:
+def _only(name: str, value: Tensor | Sequence[Tensor | None] | None) -> Tensor | None:
+    """``value`` where b is one tensor, or ValueError."""
+    if value is not None and not isinstance(value, Tensor):
+        raise ValueError(f"{_NAME}: {name} must be a tensor where b is one, and a list where b is a list")
+    return value
+
+
+def _per_b(name: str, value: Tensor | Sequence[Tensor | None] | None, count: int) -> list[Tensor | None]:
     """``value`` as a list with one entry for each b, or ValueError."""
     if value is None:
         return [None] * count
-    if isinstance(value, Tensor) != isinstance(b, Tensor):
+    if isinstance(value, Tensor):
         raise ValueError(f"{_NAME}: {name} must be a tensor where b is one, and a list where b is a list")
-    values: list[Tensor | None] = [value] if isinstance(value, Tensor) else list(value)
-    check_one_per_b(_NAME, name, values, count)
-    return values
+    check_one_per_b(_NAME, name, value, count)
+    return list(value)
 
 
 def _tensors(values: list[Tensor | None], like: Tensor) -> list[Tensor]:
@@ -301,7 +412,3 @@ def _tensors(values: list[Tensor | None], like: Tensor) -> list[Tensor]:
 def _optional(values: list[Tensor], bs: list[Tensor]) -> list[Tensor | None]:
     """The inverse of ``_tensors``, one entry for each b."""
     return [value if value.numel() else None for value in values] if values else [None] * len(bs)
-
-
-def _any(needs: Any) -> bool:
-    return any(needs) if isinstance(needs, (list, tuple)) else bool(needs)

@@ -101,10 +101,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     a_grad: Tensor | None = None
     gathered: Tensor | None = None
     if needs_a:
-        outs = torch.ops.triton_overlap.all_gather_matmul(
-            grad, [b.transpose(0, 1)], [], [], ctx.buffer, needs_gathered, ctx.method
+        a_grad, gathered = torch.ops.triton_overlap.all_gather_matmul(
+            grad, b.transpose(0, 1), None, None, ctx.buffer, needs_gathered, ctx.method
         )
-        a_grad, gathered = outs[0], outs[-1]
     elif needs_gathered:
         gathered = torch.ops.triton_overlap.all_gather(grad, ctx.buffer)
     b_grad = weight_gradient(rest[0], gathered, b, ctx.main_grad) if needs_b and gathered is not None else None
