@@ -46,7 +46,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _nvml(index: int) -> dict[str, Any]:
-    """Driver, clocks and power of a GPU. What cannot be read carries the reason: the timings are worth keeping without."""
+    """Driver, clocks and power of a GPU; in place of what cannot be read, why. The timings are worth keeping."""
     try:
         import pynvml
     except ImportError as error:
