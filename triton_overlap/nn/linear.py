@@ -19,6 +19,7 @@ takes [T, in], computes without communication and sums its input's gradient over
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any, TypeVar
 
@@ -118,6 +119,15 @@ class _ParallelLinear(nn.Module):
         if layer.bias is not None:
             layer.bias.requires_grad_(linear.bias.requires_grad)
         layer.train(linear.training)
+        return layer
+
+    def __deepcopy__(self: _Linear, memo: dict[int, Any]) -> _Linear:
+        """A layer with parameters of its own in the same group, whose buffers it shares."""
+        memo.update((id(shared), shared) for shared in (self.group, *self._buffers_by_dtype.values()))
+        layer = type(self).__new__(type(self))
+        memo[id(self)] = layer
+        layer.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        layer._mark_parameters()
         return layer
 
     def reset_parameters(self) -> None:
