@@ -24,8 +24,12 @@ Results = dict[str, Tensor]
 
 
 def values(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
-    """Every operation at every row count, twice: right, reproducible, and blind to what lies past the prefix."""
+    """Every operation at every row count, twice: right, reproducible, and blind to what lies past the prefix.
+
+    After the first row count no kernel is specialised anew and no symmetric memory allocated.
+    """
     buffer = sizes.buffer(group, dtype)
+    counters: list[tuple[int, int]] = []
     checks: list[Callable[..., Results]] = [all_gather_matmul, several_b, matmul_reduce_scatter, all_gather]
     for seed, rows in enumerate(sizes.rows):
         for check in checks:
@@ -34,6 +38,8 @@ def values(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
             again = check(buffer, sizes, rows, seed)
             for name, value in first.items():
                 assert_equal(f"{check.__name__} {name}, second run", again[name], value)
+        counters.append((to.specializations(), to.symmetric_allocations()))
+    assert len(set(counters)) == 1, f"specialisations and allocations after each row count: {counters}"
 
 
 def products(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
