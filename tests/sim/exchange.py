@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from tests.sim.exchange_kernel import all_gather_kernel
 from triton_overlap.comm.backends.sim import SimBackend
 

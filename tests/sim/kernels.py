@@ -254,3 +254,12 @@ def poll_kernel(table_ptr, rank, out_ptr, timeout_ns: tl.constexpr):
     flag = flag_of(table_ptr, rank, 1024)
     matched = tl.atomic_poll(flag, 1, sem="acquire", scope="sys", timeout_ns=timeout_ns)
     tl.store(out_ptr, matched.to(tl.int32))
+
+
+@triton.jit
+def receive_from_kernel(table_ptr, rank, source, out_ptr, BLOCK: tl.constexpr):
+    """Wait for the flag and copy words of ``source``'s memory out."""
+    while tl.atomic_add(flag_of(table_ptr, rank, 1024), 0, sem="acquire", scope="sys") != 1:
+        pass
+    lane = tl.arange(0, BLOCK)
+    tl.store(out_ptr + lane, tl.load(f32(table_ptr, source) + lane))

@@ -16,6 +16,7 @@ class _Meeting:
     values: dict[int, Any] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
     complete: bool = False
+    left: set[int] = field(default_factory=set)  # came, and gave up
 
 
 class Meetings:
@@ -53,8 +54,10 @@ class Meetings:
 
         machine.block(Wait(ready, f"the other ranks at its {kind} number {number + 1}", deadline))
         if not meeting.complete:
-            missing = [rank for rank in range(machine.world_size) if rank not in meeting.values]
             del meeting.values[host.rank]
+            meeting.left.add(host.rank)
+            here = meeting.left | meeting.values.keys()
+            missing = [rank for rank in range(machine.world_size) if rank not in here]
             raise CommTimeoutError(
                 f"rank {host.rank} waited {timeout_s:g} s for {'rank' if len(missing) == 1 else 'ranks'} "
                 f"{', '.join(map(str, missing))} at a {kind}"

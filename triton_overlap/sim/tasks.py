@@ -86,7 +86,6 @@ class Launch:
     host_clock: Clock
     arguments: list[Region]
     stream: Stream | None = None
-    finished: bool = False
     error: BaseException | None = None
 
     def start(self, stream: Stream) -> None:
@@ -102,7 +101,7 @@ class Launch:
         self.admit()
 
     def admit(self) -> None:
-        """Start programs while there is room; end the launch with the last of them."""
+        """Start programs while there is room."""
         stream = self.stream
         assert stream is not None
         while self._waiting and len(self.running) < self._resident:
@@ -113,7 +112,7 @@ class Launch:
             self.running.append(program)
             self.machine.scheduler.spawn(program)
         if not self.running:
-            self._finish()
+            self.machine.scheduler.happened()
 
     def program_ended(self, program: Program) -> None:
         """One of the programs has run to its end."""
@@ -129,9 +128,13 @@ class Launch:
                 self.machine.scheduler.discard(program)
         self._ended += self.running
         self.running, self._waiting = [], []
-        self._finish()
+        self.machine.scheduler.happened()
 
-    def _finish(self) -> None:
+    def can_go_on(self) -> bool:
+        return not self.running
+
+    def turn(self) -> bool:
+        """End the launch. Not in the turn of its last program: until now its stores may have been on their way."""
         machine, stream = self.machine, self.stream
         assert stream is not None
         for program in self._ended:
@@ -143,14 +146,7 @@ class Launch:
             stream.error = self.error
         for region in self.arguments:
             region.users -= 1
-        self.finished = True
-        machine.scheduler.happened()
         machine.prune_arguments()
-
-    def can_go_on(self) -> bool:
-        return self.finished
-
-    def turn(self) -> bool:
         return True
 
     def describe(self) -> str:
