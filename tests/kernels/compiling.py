@@ -1,7 +1,7 @@
-"""Compile the kernels for a GPU without having one: what a launch would compile, from the very arguments of the launch.
+"""Compile the kernels for a GPU without having one, from the very arguments of a launch.
 
-Runs in a process without TRITON_INTERPRET; prints one JSON line. ``compile_launches(...)`` replaces ``launch_kernel`` in
-the launchers' modules by a function that binds the arguments as Triton's own launcher does.
+For a process without TRITON_INTERPRET. A :class:`Compiler` takes the place of ``launch_kernel`` in the launchers'
+modules and binds the arguments as Triton's own launcher does.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.compiler import compile as triton_compile
-from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
+
+from triton_overlap.comm.backend import CopyStream, SymmetricMemory
+from triton_overlap.kernels.launching import compilation_key
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -24,12 +26,14 @@ class Compiler:
     def __init__(self) -> None:
         self.backend = make_backend(TARGET)
         self.keys: dict[str, set[str]] = {}
+        self.own_keys: dict[str, set[Any]] = {}
         self.binaries: list[tuple[str, Any]] = []
 
     def __call__(self, kernel: Any, num_programs: int, options: dict[str, int], **arguments: Any) -> None:
         binder = create_function_from_signature(kernel.signature, kernel.params, self.backend)
         bound, specialization, packed = binder(**arguments, **options, debug=False)
         name = kernel.fn.__name__
+        self.own_keys.setdefault(name, set()).add(compilation_key(kernel, options, arguments))
         key = repr(specialization) + repr(sorted(options.items()))
         if key in self.keys.setdefault(name, set()):
             return
@@ -48,7 +52,7 @@ class OneRankOfMany:
     interpreted = False
     num_programs = 132
     clock_address = 0
-    copies = None
+    copies: CopyStream | None = None
 
     def __init__(self, world_size: int) -> None:
         self.rank = 0
@@ -61,9 +65,7 @@ class OneRankOfMany:
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         return [value] * self.world_size
 
-    def symmetric_empty(self, num_bytes: int, timeout_s: float) -> Any:
-        from triton_overlap.comm.backend import SymmetricMemory
-
+    def symmetric_empty(self, num_bytes: int, timeout_s: float) -> SymmetricMemory:
         local = torch.zeros(num_bytes, dtype=torch.uint8)
         return SymmetricMemory(local, torch.full((self.world_size,), local.data_ptr(), dtype=torch.int64))
 

@@ -119,33 +119,29 @@ def all_gather_matmul_kernel(
             tile_m, tile_n = tile_position(index - piece, tiles_m, tiles_n, GROUP_M)
             row = tile_m * BLOCK_M
             col = tile_n * BLOCK_N
-            if phase == 0:
-                acc = matmul_tile(
-                    x_desc, x_ptr, b_desc, b_ptr, stride_b, 0, row, rows, col, N, K,
-                    PRECISION, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-                _store_tile(out_desc, out_ptr, bias_ptr, acc, rank, row, rows, col, N, BLOCK_M, BLOCK_N)
-            else:
-                source = (rank + phase) % world_size
+            source = (rank + phase) % world_size
+            if phase > 0:
                 # Agreement on T first: it says which flags there are to wait for.
                 ok = wait_headers(buffer_ptr, checked, phase + 1, epoch, rows, N, K, operation)
                 checked = tl.maximum(checked, phase + 1)
-                if ok == 1:
-                    first = row // rows_per_flag
-                    count = (tl.minimum(row + BLOCK_M, rows) - 1) // rows_per_flag - first + 1
-                    flag = phase * pieces + first
-                    if (count > 1) | (flag != arrived):
-                        own_flags = flags_ptr(buffer_ptr, rank, source, epoch)
-                        ok = wait_flags(
-                            buffer_ptr, own_flags, first, count, epoch, operation, AT_DATA, source, FLAG_LANES
-                        )
-                    arrived = flag
-                if ok == 1:
-                    acc = matmul_tile(
-                        gathered_desc, slot_ptr, b_desc, b_ptr, stride_b, source, row, rows, col, N, K,
-                        PRECISION, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K,
-                    )  # fmt: skip
-                    _store_tile(out_desc, out_ptr, bias_ptr, acc, source, row, rows, col, N, BLOCK_M, BLOCK_N)
+                first = row // rows_per_flag
+                count = (tl.minimum(row + BLOCK_M, rows) - 1) // rows_per_flag - first + 1
+                flag = phase * pieces + first
+                if (ok == 1) & ((count > 1) | (flag != arrived)):
+                    own_flags = flags_ptr(buffer_ptr, rank, source, epoch)
+                    ok = wait_flags(buffer_ptr, own_flags, first, count, epoch, operation, AT_DATA, source, FLAG_LANES)
+                arrived = flag
+            if ok == 1:
+                # Select the operand, not the loop: two loops would each take shared memory.
+                if phase == 0:
+                    a_desc, a_ptr, chunk = x_desc, x_ptr, source * 0
+                else:
+                    a_desc, a_ptr, chunk = gathered_desc, slot_ptr, source
+                acc = matmul_tile(
+                    a_desc, a_ptr, b_desc, b_ptr, stride_b, chunk, row, rows, col, N, K,
+                    PRECISION, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                _store_tile(out_desc, out_ptr, bias_ptr, acc, source, row, rows, col, N, BLOCK_M, BLOCK_N)
         task = claim_task(buffer_ptr)
     if ok == 1:
         ok = wait_headers(buffer_ptr, checked, world_size, epoch, rows, N, K, operation)

@@ -56,11 +56,11 @@ def tile_config(dtype: torch.dtype, n: int, k: int, *, interpreted: bool) -> Til
     """
     if interpreted:
         return TileConfig(
-            BLOCK_M=64,
-            BLOCK_N=_power_of_two(n, 16, 64),
+            BLOCK_M=256,
+            BLOCK_N=_power_of_two(n, 16, 256),
             BLOCK_K=_power_of_two(k, 16, 512),
             GROUP_M=8,
-            COPY_BLOCK=4096,
+            COPY_BLOCK=16384,
             num_stages=1,
             num_warps=1,
             descriptors=True,

@@ -15,7 +15,16 @@ from ..comm.device import INTERPRETED
 from .config import TileConfig, fits_descriptor, is_row_major, tile_config
 from .launching import launch_kernel
 from .operands import descriptor, input_precision
-from .tiles import dot, tile_position
+from .tiles import MAX_STORE_COLUMNS, dot, split_columns, tile_position
+
+
+@triton.jit
+def _store(out_ptr, stride_ok, stride_on, value, ks, ns, K, N, ACCUMULATE: tl.constexpr):
+    mask = (ks < K)[:, None] & (ns < N)[None, :]
+    pointers = out_ptr + ks.to(tl.int64)[:, None] * stride_ok + ns.to(tl.int64)[None, :] * stride_on
+    if ACCUMULATE:
+        value += tl.load(pointers, mask=mask, other=0.0)
+    tl.store(pointers, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -41,11 +50,14 @@ def weight_gradient_kernel(
             a = tl.load(a_ptr + rows * stride_a + ks[None, :], mask=(ts < T)[:, None] & (ks < K)[None, :], other=0.0)
             g = tl.load(g_ptr + rows * stride_g + ns[None, :], mask=(ts < T)[:, None] & (ns < N)[None, :], other=0.0)
         acc = dot(a.T, g, acc, PRECISION)
-    mask = (ks < K)[:, None] & (ns < N)[None, :]
-    pointers = out_ptr + ks.to(tl.int64)[:, None] * stride_ok + ns.to(tl.int64)[None, :] * stride_on
-    if ACCUMULATE:
-        acc += tl.load(pointers, mask=mask, other=0.0)
-    tl.store(pointers, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    if BLOCK_N > MAX_STORE_COLUMNS:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = split_columns(acc, BLOCK_M, BLOCK_N)
+        ns = tile_n * BLOCK_N + tl.arange(0, HALF)
+        _store(out_ptr, stride_ok, stride_on, left, ks, ns, K, N, ACCUMULATE)
+        _store(out_ptr, stride_ok, stride_on, right, ks, ns + HALF, K, N, ACCUMULATE)
+    else:
+        _store(out_ptr, stride_ok, stride_on, acc, ks, ns, K, N, ACCUMULATE)
 
 
 def launch(
