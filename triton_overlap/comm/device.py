@@ -44,6 +44,8 @@ DONE = tl.constexpr(int(StateWord.DONE))
 HEADER_WORDS = tl.constexpr(_HEADER_WORDS)
 RECORD_WORDS = tl.constexpr(_RECORD_WORDS)
 
+#: What TASK holds, or more, once a call failed: beyond any number of tasks, and far from overflow.
+STOPPED = tl.constexpr(1 << 30)
 #: True where kernels run under Triton's interpreter, which has no inline assembly and no hardware timer.
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 #: Polls of a flag between two looks at the clock and the failure notice. A look costs as much as a poll, so on a GPU
@@ -252,7 +254,10 @@ def wait_headers(buffer_ptr, first, last, epoch, tokens, n, k, operation):
                 polls += 1
                 if polls % POLLS_BETWEEN_LOOKS == 0:
                     if failure_noticed(buffer_ptr) != 0:
-                        ok = tl.full((), 0, tl.int32)
+                        # What a peer sent before it failed in a later call is here now.
+                        seen = tl.atomic_add(header_ptr, tl.zeros_like(expected), sem="acquire", scope="sys")
+                        if tl.sum(((seen >> 32) != epoch).to(tl.int32)) > 0:
+                            ok = tl.full((), 0, tl.int32)
                     elif now_ns(buffer_ptr) - start > tl.load(buffer_ptr + TIMEOUT_NS):
                         fail(
                             buffer_ptr, TIMEOUT, operation, AT_HEADER, peer, epoch, step,
@@ -294,7 +299,11 @@ def wait_flags(buffer_ptr, flag_ptr, first, count, epoch, operation, place, peer
             polls += 1
             if polls % POLLS_BETWEEN_LOOKS == 0:
                 if failure_noticed(buffer_ptr) != 0:
-                    ok = tl.full((), 0, tl.int32)
+                    # What a peer sent before it failed in a later call is here now.
+                    seen = tl.atomic_add(pointers, zero, mask=mask, sem="acquire", scope="sys")
+                    late = tl.where(mask & (seen != epoch), 1, 0)
+                    if tl.sum(late) > 0:
+                        ok = tl.full((), 0, tl.int32)
                 elif now_ns(buffer_ptr) - start > tl.load(buffer_ptr + TIMEOUT_NS):
                     missing = tl.min(tl.where(late > 0, lane, LANES))
                     fail(
@@ -307,8 +316,16 @@ def wait_flags(buffer_ptr, flag_ptr, first, count, epoch, operation, place, peer
 
 
 @triton.jit
+def stop_tasks(buffer_ptr):
+    """Hand out no further task of this call: a program that fails ends the work of the others, and the call."""
+    state = tl.load(buffer_ptr + STATE).to(tl.pointer_type(tl.int32))
+    tl.atomic_max(state + TASK, STOPPED, sem="relaxed", scope="gpu")
+
+
+@triton.jit
 def finish_call(buffer_ptr):
-    """End this program's part of a call. Returns 1 in the last program to end it, after all others.
+    """End this program's part of a call. Returns 0, or in the last program to end, after all others: 1, or 2 where the
+    call failed.
 
     The last one hands the counters back for the next call, which starts after this launch on the same stream.
     """
@@ -317,33 +334,25 @@ def finish_call(buffer_ptr):
     state = tl.load(buffer_ptr + STATE).to(tl.pointer_type(tl.int32))
     # acq_rel: whatever the other programs stored and claimed happens before what the last one does.
     done = tl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu")
-    last = done == tl.num_programs(0) - 1
-    if last:
+    last = tl.full((), 0, tl.int32)
+    if done == tl.num_programs(0) - 1:
         tl.debug_barrier()
-        tl.atomic_xchg(state + TASK, 0, sem="relaxed", scope="gpu")
         tl.atomic_xchg(state + DONE, 0, sem="relaxed", scope="gpu")
+        task = tl.atomic_xchg(state + TASK, 0, sem="relaxed", scope="gpu")
+        last = tl.where(task >= STOPPED, 2, 1)
     return last
 
 
 @triton.jit
-def poison_after_failure(buffer_ptr, out_ptr, numel, BLOCK: tl.constexpr):
-    """In the last program of a call: if the call failed, tell the host and fill the contiguous output of ``numel``
-    (int64) elements with NaN."""
-    reporter = failure_noticed(buffer_ptr)
-    if reporter != 0:
-        rank = tl.load(buffer_ptr + RANK)
-        if reporter != rank + 1:
-            tl.debug_barrier()
-            _relay_record(buffer_ptr, reporter - 1)
-        lane = tl.arange(0, BLOCK).to(tl.int64)
-        value = tl.full((BLOCK,), float("nan"), out_ptr.dtype.element_ty)
-        for start in range(0, numel, BLOCK):
-            offset = start + lane
-            tl.store(out_ptr + offset, value, mask=offset < numel)
-
-
-@triton.jit
-def stop_tasks(buffer_ptr):
-    """Hand out no further task of this call: a program that fails ends the work of the others this way."""
-    state = tl.load(buffer_ptr + STATE).to(tl.pointer_type(tl.int32))
-    tl.atomic_max(state + TASK, 1 << 30, sem="relaxed", scope="gpu")
+def poison(buffer_ptr, out_ptr, numel, BLOCK: tl.constexpr):
+    """After a failed call, in its last program: tell the host, and fill the contiguous output of ``numel`` (int64)
+    elements with NaN."""
+    reporter = failure_noticed(buffer_ptr) - 1
+    if reporter != tl.load(buffer_ptr + RANK):
+        tl.debug_barrier()
+        _relay_record(buffer_ptr, reporter)
+    lane = tl.arange(0, BLOCK).to(tl.int64)
+    value = tl.full((BLOCK,), float("nan"), out_ptr.dtype.element_ty)
+    for start in range(0, numel, BLOCK):
+        offset = start + lane
+        tl.store(out_ptr + offset, value, mask=offset < numel)

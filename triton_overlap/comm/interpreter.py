@@ -8,13 +8,14 @@ Two parts of the library need more than the stock interpreter, which runs the pr
   has to give its processor away.
 
 Both install an :class:`InterpreterHooks` object; everything private lives behind it. Without hooks the interpreter
-behaves as stock, only faster:
+computes what the stock one does, with these changes:
 
 * The interpreter replaces the functions of ``triton.language`` for the length of a launch, and again at every call of
   a device function, and puts the originals back afterwards. Launches that overlap cannot nest such scopes, so here
   the replacement happens once for the life of the process. That also makes the call of a device function about nine
   times cheaper.
 * The look-up of a NumPy dtype rebuilds a table at every load, store and cast; here it remembers.
+* Inline assembly that only orders memory has an effect on hooks instead of an error.
 * Integer sums and products are computed a second time for an overflow check whose outcome is then dropped, unless
   kernels run in debug mode; here they are not.
 """
@@ -123,6 +124,9 @@ class InterpreterHooks(Protocol):
     def barrier(self) -> None:
         """The program met ``tl.debug_barrier``."""
 
+    def wait_descriptors(self) -> None:
+        """The program waited until its descriptor stores were complete."""
+
     def launch(self, launch: KernelLaunch) -> None:
         """Run every program of ``launch``, now or later."""
 
@@ -178,19 +182,19 @@ def prepare() -> None:
             "triton is first imported (importing triton_overlap first does so where torch sees no GPU)"
         )
     _patch_interpreter()
+    _replace_language_once(prepare)
     _refuse_incompatible_numpy()
     _prepared = True
 
 
 def _refuse_incompatible_numpy() -> None:
-    _replace_language_once(_refuse_incompatible_numpy)
     bound = tl.tensor(stock.TensorHandle(np.array([3], dtype=np.int32), tl.int32), tl.int32)
     try:
         operator.index(bound)
     except TypeError as error:
         raise BackendError(
             f"the interpreter of triton {triton.__version__} cannot run loops with numpy {np.__version__} ({error}): "
-            "install numpy<2.4 or triton>=3.9"
+            "install an older numpy"
         ) from error
 
 
@@ -216,6 +220,8 @@ def _replace_language_once(function: Callable[..., Any]) -> _PermanentScope:
     names = function.__globals__
     if id(names) not in _seen_globals:
         _stock_patch_lang(function)
+        # Triton 3.6 turns a loop's bound into an int in a way that NumPy 2.4 refuses and older ones warn of.
+        tl.tensor.__index__ = lambda self: int(self.handle.data.item())
         _seen_globals[id(names)] = names
     return _PERMANENT
 
@@ -253,6 +259,19 @@ class _MemoryShim:
             raw.store(addresses, values, mask)
         else:
             _hooks.store(addresses, values, mask, False)
+
+
+#: Inline assembly that kernels order memory with: the wait for descriptor stores, the fence between the generic and the
+#: asynchronous proxy, and the zero that stands for their result. None of it takes or computes a value.
+_ASM_WITH_MEANING = ("cp.async.bulk.wait_group 0", "fence.proxy.async", "mov.u32 $0, 0")
+
+
+@dataclass
+class _AsmResult:
+    handles: list[Any]
+
+    def get_result(self, index: int) -> Any:
+        return self.handles[index]
 
 
 def _atomic_access(op: str, ptr: Any, values: np.ndarray | None, mask: np.ndarray | None, sem: Any, scope: Any) -> Any:
@@ -329,6 +348,16 @@ def _patch_interpreter() -> None:
         if _hooks is not None:
             _hooks.barrier()
 
+    def create_inline_asm(
+        self: Any, asm: str, constraints: Any, values: Any, types: list[Any], is_pure: bool, pack: int
+    ) -> Any:
+        instructions = [" ".join(part.split()) for part in asm.split(";") if part.strip()]
+        if values or not all(instruction.startswith(_ASM_WITH_MEANING) for instruction in instructions):
+            raise NotImplementedError(f"inline assembly is not interpreted, but for {_ASM_WITH_MEANING}: {asm!r}")
+        if _hooks is not None and any(instruction.startswith(_ASM_WITH_MEANING[0]) for instruction in instructions):
+            _hooks.wait_descriptors()
+        return _AsmResult([stock.TensorHandle(np.zeros(1, _np_dtype(dtype)), dtype) for dtype in types])
+
     stock_descriptor_store = builder.create_descriptor_store
 
     def create_descriptor_store(self: Any, desc: Any, value: Any, indices: Any) -> Any:
@@ -351,6 +380,7 @@ def _patch_interpreter() -> None:
     if hasattr(builder, "create_atomic_poll"):
         builder.create_atomic_poll = create_atomic_poll
     builder.create_barrier = create_barrier
+    builder.create_inline_asm = create_inline_asm
     builder.create_descriptor_store = create_descriptor_store
     builder.grid_idx = _grid_property(0)
     builder.grid_dim = _grid_property(1)
@@ -468,7 +498,10 @@ class SpinYield:
         return perform()
 
     def barrier(self) -> None:
-        """Programs run one after another here: nothing to wait for."""
+        """A program is one thread here: nothing to wait for."""
+
+    def wait_descriptors(self) -> None:
+        """Descriptor stores are complete at once here."""
 
     def launch(self, launch: KernelLaunch) -> None:
         self._vain = 0

@@ -21,7 +21,7 @@ from ..comm.device import (
     failure_noticed,
     finish_call,
     flags_ptr,
-    poison_after_failure,
+    poison,
     send_headers,
     slot_address,
     stop_tasks,
@@ -77,9 +77,9 @@ def all_gather_kernel(
         ok = wait_headers(buffer_ptr, 1, world_size, epoch, rows, 0, K, operation)
     if ok == 0:
         stop_tasks(buffer_ptr)
-    if finish_call(buffer_ptr):
+    if finish_call(buffer_ptr) == 2:
         slot_ptr = slot_address(buffer_ptr, rank, epoch).to(x_ptr.dtype)
-        poison_after_failure(buffer_ptr, slot_ptr, (rows * world_size).to(tl.int64) * K, COPY_BLOCK)
+        poison(buffer_ptr, slot_ptr, (rows * world_size).to(tl.int64) * K, COPY_BLOCK)
 
 
 def launch(buffer: UserBuffer, x: torch.Tensor, *, config: TileConfig | None = None) -> None:

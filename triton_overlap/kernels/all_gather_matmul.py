@@ -35,7 +35,7 @@ from ..comm.device import (
     failure_noticed,
     finish_call,
     flags_ptr,
-    poison_after_failure,
+    poison,
     send_headers,
     slot_address,
     stop_tasks,
@@ -147,8 +147,8 @@ def all_gather_matmul_kernel(
         ok = wait_headers(buffer_ptr, checked, world_size, epoch, rows, N, K, operation)
     if ok == 0:
         stop_tasks(buffer_ptr)
-    if finish_call(buffer_ptr):
-        poison_after_failure(buffer_ptr, out_ptr, (rows * world_size).to(tl.int64) * N, COPY_BLOCK)
+    if finish_call(buffer_ptr) == 2:
+        poison(buffer_ptr, out_ptr, (rows * world_size).to(tl.int64) * N, COPY_BLOCK)
 
 
 def _send_by_copy_engine(copies: CopyStream, buffer: UserBuffer, call: Call, x: torch.Tensor, block_m: int) -> int:

@@ -43,7 +43,7 @@ from ..comm.device import (
     failure_noticed,
     finish_call,
     flags_ptr,
-    poison_after_failure,
+    poison,
     release_flag,
     release_staged,
     send_headers,
@@ -219,8 +219,8 @@ def matmul_reduce_scatter_kernel(
         ok = wait_headers(buffer_ptr, 1, world_size, epoch, rows, N, K, operation)
     if ok == 0:
         stop_tasks(buffer_ptr)
-    if finish_call(buffer_ptr):
-        poison_after_failure(buffer_ptr, out_ptr, rows.to(tl.int64) * N, COPY_BLOCK)
+    if finish_call(buffer_ptr) == 2:
+        poison(buffer_ptr, out_ptr, rows.to(tl.int64) * N, COPY_BLOCK)
 
 
 def launch(
