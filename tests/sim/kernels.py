@@ -130,9 +130,13 @@ def neighbours_kernel(out_ptr, ITEMS: tl.constexpr):
 
 
 @triton.jit
-def descriptor_send_kernel(desc, table_ptr, peer, COLS: tl.constexpr):
-    """Announce a descriptor's store with a release alone."""
+def descriptor_send_kernel(desc, table_ptr, peer, COLS: tl.constexpr, WAIT: tl.constexpr):
+    """Announce a descriptor's store with a release, after waiting for it or not."""
     desc.store([0, 0], tl.full((1, COLS), 7.0, tl.float32))
+    if WAIT:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
     tl.debug_barrier()
     tl.atomic_xchg(flag_of(table_ptr, peer, 1024), 1, sem="release", scope="sys")
 

@@ -81,14 +81,14 @@ def test_the_end_of_a_launch_lands_everything() -> None:
         assert World(2, seed).run_backends(rank) == [True, True]
 
 
-def test_a_release_does_not_cover_a_descriptor_store() -> None:
-    def rank(backend: SimBackend) -> torch.Tensor:
+def test_a_release_covers_a_descriptor_store_only_after_a_wait() -> None:
+    def rank(backend: SimBackend, wait: bool = False) -> torch.Tensor:
         memory = backend.symmetric_empty(2048, 10.0)
         out = torch.full((BLOCK,), -1.0)
         if backend.rank == 0:
             own = memory.local.view(torch.float32)[:BLOCK].view(1, BLOCK)
             desc = TensorDescriptor(own, [1, BLOCK], [BLOCK, 1], [1, BLOCK])
-            k.descriptor_send_kernel[(1,)](desc, memory.table, 1, COLS=BLOCK)
+            k.descriptor_send_kernel[(1,)](desc, memory.table, 1, COLS=BLOCK, WAIT=wait)
         else:
             # Rank 1 pulls what rank 0 announced.
             k.receive_from_kernel[(1,)](memory.table, 1, 0, out, BLOCK=BLOCK)
@@ -98,6 +98,10 @@ def test_a_release_does_not_cover_a_descriptor_store() -> None:
     assert any((out != 7.0).any() for out in outs)
     with pytest.raises(RaceError, match=r"not ordered after the descriptor store by rank0 descriptor_send_kernel"):
         World(2, 0).run_backends(rank)
+    for seed in SEEDS:
+        for check_races in (True, False):
+            world = World(2, seed, check_races=check_races)
+            assert (world.run_backends(lambda backend: rank(backend, True))[1] == 7.0).all()
 
 
 def test_the_next_launch_sees_a_descriptor_store() -> None:

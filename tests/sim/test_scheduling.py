@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton.language as tl
 
 from tests.sim import kernels as k
 from tests.sim.exchange import gather_repeatedly
@@ -22,6 +23,11 @@ BLOCK = 16
 LIMIT_NS = 300_000_000_000
 
 needs_greenlet = pytest.mark.skipif(greenlet is None, reason="the greenlet package is not installed")
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """What was added to an error; before Python 3.11 no error has the attribute of its own accord."""
+    return list(getattr(error, "__notes__", []))
 
 
 # ---- one seed, one schedule
@@ -147,7 +153,7 @@ def test_a_deadlock_lists_every_wait() -> None:
     assert "waits for the launch of spin_kernel#1" in report
     assert "host1 at sim/test_scheduling.py:" in report
     assert "an event on rank1 stream2" in report
-    assert any("seed=5" in note for note in caught.value.__notes__)
+    assert any("seed=5" in note for note in notes_of(caught.value))
 
 
 def event_that_never_comes(backend: SimBackend, table: torch.Tensor) -> None:
@@ -253,7 +259,7 @@ def test_plain_polls_end_once_the_flag_is_there() -> None:
         World(2, seed, check_races=False).run_backends(rank)
 
 
-@pytest.mark.skipif(not hasattr(k.tl, "atomic_poll"), reason="this Triton has no tl.atomic_poll")
+@pytest.mark.skipif(not hasattr(tl, "atomic_poll"), reason="this Triton has no tl.atomic_poll")
 def test_atomic_poll_waits_in_virtual_time() -> None:
     def rank(backend: SimBackend, deliver: bool) -> int:
         memory = backend.symmetric_empty(2048, 10.0)
@@ -280,7 +286,7 @@ def test_the_first_error_is_raised_with_the_others_as_notes() -> None:
 
     with pytest.raises(ValueError, match="rank 1 knows better") as caught:
         World(3, 0).run_backends(rank)
-    notes = "\n".join(caught.value.__notes__)
+    notes = "\n".join(notes_of(caught.value))
     assert "raised by rank 1 of a simulated world of 3, seed=0" in notes
     assert "rank 0 raised CommTimeoutError" in notes
     assert "rank 2 raised CommTimeoutError" in notes
@@ -295,7 +301,7 @@ def test_an_error_that_leaves_others_waiting_for_ever_is_the_one_raised() -> Non
 
     with pytest.raises(ValueError, match="gone") as caught:
         World(2, 0).run_backends(rank)
-    assert any("DeadlockError" in note for note in caught.value.__notes__)
+    assert any("DeadlockError" in note for note in notes_of(caught.value))
 
 
 def test_an_error_in_a_kernel_reaches_its_host_and_only_it() -> None:
