@@ -29,6 +29,17 @@ def test_all_gather_is_rank_order_and_its_gradient_the_sum() -> None:
         assert bool((grad == 1 + 2 + 3).all())
 
 
+def test_reduce_scatter_is_the_own_chunk_of_the_sum() -> None:
+    xs = _draw(T, K)
+    outs = reference.reduce_scatter(xs)
+    for rank, out in enumerate(outs):
+        for row in range(ROWS):
+            assert torch.allclose(out[row], sum(x[rank * ROWS + row] for x in xs))  # type: ignore[arg-type]
+    grads = [torch.full_like(out, rank + 1.0) for rank, out in enumerate(outs)]
+    for grad in torch.autograd.grad(outs, xs, grads):
+        assert torch.equal(grad, torch.arange(1.0, W + 1).double().repeat_interleave(ROWS)[:, None].expand(T, K))
+
+
 def test_all_gather_matmul() -> None:
     shards, bs, biases = _draw(ROWS, K), _draw(K, N, seed=1), _draw(N, seed=2)
     outs = reference.all_gather_matmul(shards, bs, [biases[0], None, biases[2]])

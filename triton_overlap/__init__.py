@@ -34,7 +34,14 @@ from .errors import (
     TritonOverlapError,
 )
 from .kernels.launching import specializations
-from .ops import all_gather, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, replicated_matmul
+from .ops import (
+    all_gather,
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    reduce_scatter,
+    replicated_matmul,
+)
 
 if TYPE_CHECKING:
     from . import sim
@@ -64,6 +71,7 @@ __all__ = [
     "matmul_reduce_scatter",
     "nn",
     "packing",
+    "reduce_scatter",
     "replicated_matmul",
     "set_ub_active_shape",
     "sim",

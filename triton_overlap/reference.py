@@ -33,6 +33,11 @@ def all_gather(x_shards: Sequence[Tensor]) -> list[Tensor]:
     return [gathered.clone() for _ in x_shards]
 
 
+def reduce_scatter(xs: Sequence[Tensor]) -> list[Tensor]:
+    """``xs[r]`` [T, hidden] of rank r -> the sum's rows ``[r*T/W, (r+1)*T/W)`` for rank r."""
+    return list(torch.stack(list(xs)).sum(dim=0).chunk(len(xs), dim=0))
+
+
 def all_gather_matmul(
     a_shards: Sequence[Tensor], bs: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
 ) -> list[Tensor]:

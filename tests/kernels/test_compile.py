@@ -29,11 +29,12 @@ def _drive(dtype_name: str, sizes: str) -> dict[str, Any]:
         all_gather,
         all_gather_matmul,
         matmul_reduce_scatter,
+        reduce_scatter,
         weight_gradient,
     )
 
     compiler = Compiler()
-    for module in (all_gather, all_gather_matmul, matmul_reduce_scatter, weight_gradient):
+    for module in (all_gather, all_gather_matmul, matmul_reduce_scatter, reduce_scatter, weight_gradient):
         module.launch_kernel = compiler  # type: ignore[attr-defined]
     dtype = getattr(torch, dtype_name)
     hidden, other = SIZES[sizes]
@@ -49,6 +50,7 @@ def _drive(dtype_name: str, sizes: str) -> dict[str, Any]:
             matmul_reduce_scatter.launch(buffer, a, weight.t().contiguous().t(), torch.zeros(hidden, dtype=dtype))
             all_gather.launch(buffer, x)
             gradient = torch.zeros(tokens, hidden, dtype=dtype)
+            reduce_scatter.launch(buffer, gradient)
             weight_gradient.launch(a, gradient)
             weight_gradient.launch(a, gradient, torch.zeros(other, hidden))
     return {
@@ -93,6 +95,7 @@ def test_one_compilation_serves_every_token_count(dtype: str, sizes: str) -> Non
         "all_gather_matmul_kernel": 2,
         "matmul_reduce_scatter_kernel": 2,
         "all_gather_kernel": 1,
+        "reduce_scatter_kernel": 1,
         "weight_gradient_kernel": 2,
     }
     assert report["keys"] == expected

@@ -30,7 +30,13 @@ def values(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
     """
     buffer = sizes.buffer(group, dtype)
     counters: list[tuple[int, int]] = []
-    checks: list[Callable[..., Results]] = [all_gather_matmul, several_b, matmul_reduce_scatter, all_gather]
+    checks: list[Callable[..., Results]] = [
+        all_gather_matmul,
+        several_b,
+        matmul_reduce_scatter,
+        all_gather,
+        reduce_scatter,
+    ]
     for seed, rows in enumerate(sizes.rows):
         for check in checks:
             with poisoned(buffer, rows * group.world_size):
@@ -132,6 +138,24 @@ def all_gather(buffer: UserBuffer, sizes: Sizes, rows: int, seed: int) -> Result
     assert_equal("all_gather", out.double(), outs[group.rank])
     assert_close("all_gather dx", mine.grad, x64[group.rank].grad, dtype)
     return _results(out=out, x=mine.grad)
+
+
+def reduce_scatter(buffer: UserBuffer, sizes: Sizes, rows: int, seed: int) -> Results:
+    group, dtype = buffer.group, buffer.dtype
+    draw = Draw(group, dtype, seed)
+    x, d_out = draw.per_rank(rows * group.world_size, sizes.hidden), draw.per_rank(rows, sizes.hidden)
+    mine = draw.mine(x)
+    out = to.reduce_scatter(mine, buffer=buffer)
+    out.backward(draw.constant(d_out))
+    x64 = leaves64(x)
+    outs = reference.reduce_scatter(x64)
+    torch.autograd.backward(outs, [g.double() for g in d_out])
+    assert_close("reduce_scatter", out, outs[group.rank], dtype)
+    grad, expected = mine.grad, x64[group.rank].grad
+    assert grad is not None
+    assert expected is not None
+    assert_equal("reduce_scatter dx", grad.double(), expected)
+    return _results(out=out, x=grad)
 
 
 def replicated(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
@@ -605,6 +629,7 @@ def opcheck(group: to.Group, sizes: Sizes) -> None:
         (ops.matmul_reduce_scatter, (a, c, c_bias, None, handle, "fused")),
         (ops.matmul_reduce_scatter, (a, c, None, torch.zeros_like(c), handle, "fused")),
         (ops.all_gather, (x, handle)),
+        (ops.reduce_scatter, (whole, handle)),
         (ops.matmul_all_reduce, (a, c, c_bias, None, handle, "fused")),
         (ops.replicated_matmul, (whole, b, bias, None, handle, "fused")),
         (ops.weight_gradient_, (whole.detach(), a.detach(), torch.zeros_like(b))),

@@ -16,6 +16,7 @@ class Operation(IntEnum):
     ALL_GATHER_MATMUL = 1
     MATMUL_REDUCE_SCATTER = 2
     ALL_GATHER = 3
+    REDUCE_SCATTER = 4
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

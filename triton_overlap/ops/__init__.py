@@ -7,11 +7,13 @@ from .all_gather import all_gather
 from .all_gather_matmul import all_gather_matmul
 from .matmul_all_reduce import matmul_all_reduce, replicated_matmul
 from .matmul_reduce_scatter import matmul_reduce_scatter
+from .reduce_scatter import reduce_scatter
 
 __all__ = [
     "all_gather",
     "all_gather_matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "reduce_scatter",
     "replicated_matmul",
 ]

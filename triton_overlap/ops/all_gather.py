@@ -44,12 +44,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.buffer = inputs
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     refuse_double_backward(_NAME)
-    # A reduce-scatter is the product with an identity, which is exact for finite gradients: float32 accumulation adds
-    # zeros. An inf or NaN spreads over its row.
-    identity = torch.eye(grad.shape[1], dtype=grad.dtype, device=grad.device)
-    return torch.ops.triton_overlap.matmul_reduce_scatter(grad, identity, None, None, ctx.buffer, "fused"), None
+    return torch.ops.triton_overlap.reduce_scatter(grad, ctx.buffer), None
 
 
 all_gather_op.register_autograd(_backward, setup_context=_setup_context)
@@ -59,7 +56,7 @@ def all_gather(x_shard: Tensor, *, buffer: UserBuffer) -> Tensor:
     """Gather every rank's rows: ``x_shard`` [T/W, hidden] -> [T, hidden], rank 0's rows first, in a fresh tensor.
 
     Collective: every rank of the buffer's group calls it with the same T and dtype. Differentiable once: the gradient
-    is the ranks' sum of this rank's rows, computed as a product with an identity matrix.
+    is the ranks' sum of this rank's rows, a ``reduce_scatter``.
 
     Args:
         x_shard: [T/W, hidden], this rank's rows; the buffer's dtype.

@@ -247,23 +247,21 @@ def _gradients(
 def _shard_gradient(
     bs: Sequence[Tensor], out_grads: Sequence[Tensor | None], gathered_grad: Tensor | None, buffer: str, method: str
 ) -> Tensor | None:
-    """[T/W, K]: the ranks' sum of ``sum_i out_grads[i] @ bs[i]^T + gathered_grad``, one communicating product."""
+    """[T/W, K]: the ranks' sum of ``sum_i out_grads[i] @ bs[i]^T``, one fused call, and of ``gathered_grad``."""
     grads = [grad for grad in out_grads if grad is not None]
     weights = [b for b, grad in zip(bs, out_grads, strict=True) if grad is not None]
+    out: Tensor | None = None
     if gathered_grad is not None:
-        # The gathered rows are the product with an identity, so their gradient joins the same sum.
-        hidden = gathered_grad.shape[1]
-        grads.append(gathered_grad)
-        weights.append(torch.eye(hidden, dtype=gathered_grad.dtype, device=gathered_grad.device))
+        out = torch.ops.triton_overlap.reduce_scatter(gathered_grad, buffer)
     if not grads:
-        return None
+        return out
     # Side by side along N they are one product, accumulated in float32 over all of them.
     grad = grads[0] if len(grads) == 1 else torch.cat(grads, dim=1)
     weight = weights[0] if len(weights) == 1 else torch.cat(weights, dim=1)
-    out: Tensor = torch.ops.triton_overlap.matmul_reduce_scatter(
+    product: Tensor = torch.ops.triton_overlap.matmul_reduce_scatter(
         grad, weight.transpose(0, 1), None, None, buffer, method
     )
-    return out
+    return product if out is None else out + product
 
 
 all_gather_matmul_op.register_autograd(_backward, setup_context=_setup_context)

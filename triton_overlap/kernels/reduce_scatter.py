@@ -1,0 +1,136 @@
+"""Reduce-scatter through a user buffer, without a GEMM.
+
+Shapes, T tokens over W ranks, chunk r being rows ``[r*T/W, (r+1)*T/W)``, owned by rank r::
+
+    x [T, hidden]   ->   out [T/W, hidden] = sum over ranks of x[own chunk]
+
+One queue of tasks: the pushes of every other rank's chunk, in pieces, to the ranks 1, 2, .. steps before this one,
+then one task for each piece of the own chunk, which waits for it from every peer and adds. All pushes stand before all
+waits, and a push waits for nothing, so however few programs are resident, every rank's pieces are pushed.
+
+The sum is taken in fp32, the own rows first, then those of the ranks 1, 2, .. steps after this one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..comm.device import (
+    AT_DATA,
+    RANK,
+    WORLD_SIZE,
+    claim_task,
+    failure_noticed,
+    finish_call,
+    flags_ptr,
+    poison,
+    send_headers,
+    slot_address,
+    stop_tasks,
+    wait_flags,
+    wait_headers,
+)
+from ..comm.signals import Operation, operation_code
+from ..comm.user_buffers import UserBuffer
+from .config import TileConfig, rows_per_piece, tile_config
+from .launching import launch_kernel
+from .operands import contiguous_rows
+from .tiles import push_piece
+
+
+@triton.jit
+def _reduce_piece(buffer_ptr, own_ptr, out_ptr, slot_ptr, first, count, stride_chunk, BLOCK: tl.constexpr):
+    """Add elements ``first`` to ``first + count - 1`` of the own chunk over the ranks."""
+    rank = tl.load(buffer_ptr + RANK)
+    world_size = tl.load(buffer_ptr + WORLD_SIZE)
+    lane = tl.arange(0, BLOCK).to(tl.int64)
+    for start in range(0, count, BLOCK):
+        within = start + lane
+        offset = first + within
+        mask = within < count
+        value = tl.load(own_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        for step in range(1, world_size):
+            source_ptr = slot_ptr + (rank + step) % world_size * stride_chunk
+            value += tl.load(source_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["epoch", "rows", "rows_per_flag", "operation"])
+def reduce_scatter_kernel(
+    buffer_ptr,  # int64 table of the user buffer
+    x_ptr, out_ptr,  # [W, rows, K], [rows, K]
+    epoch, rows, rows_per_flag, operation, K,
+    ALIGNED: tl.constexpr, COPY_BLOCK: tl.constexpr,
+):  # fmt: skip
+    rank = tl.load(buffer_ptr + RANK).to(tl.int32)
+    world_size = tl.load(buffer_ptr + WORLD_SIZE).to(tl.int32)
+    chunk = tl.full((), 1, tl.int64) * rows * K
+    slot_ptr = slot_address(buffer_ptr, rank, epoch).to(x_ptr.dtype)
+    if ALIGNED:
+        slot_ptr = tl.multiple_of(slot_ptr, 16)
+    pieces = tl.cdiv(rows, rows_per_flag)
+    pushes = (world_size - 1) * pieces
+    total = pushes + pieces
+
+    ok = tl.full((), 1, tl.int32)
+    agreed = tl.full((), 0, tl.int32)
+    task = claim_task(buffer_ptr)
+    if task == 0:
+        if failure_noticed(buffer_ptr) == 0:
+            send_headers(buffer_ptr, epoch, rows, 0, K, operation)
+        else:
+            ok = tl.full((), 0, tl.int32)
+    while (task < total) & (ok == 1):
+        piece = task % pieces
+        if task < pushes:
+            owner = (rank + world_size - 1 - task // pieces) % world_size
+            source_ptr = x_ptr + owner * chunk
+            push_piece(buffer_ptr, source_ptr, owner, piece, rows_per_flag, rows, K, epoch, ALIGNED, COPY_BLOCK)
+        else:
+            if agreed == 0:
+                ok = wait_headers(buffer_ptr, 1, world_size, epoch, rows, 0, K, operation)
+                agreed = tl.full((), 1, tl.int32)
+            for step in range(1, world_size):
+                if ok == 1:
+                    source = (rank + step) % world_size
+                    own_flags = flags_ptr(buffer_ptr, rank, source, epoch)
+                    ok = wait_flags(buffer_ptr, own_flags, piece, 1, epoch, operation, AT_DATA, source, 1)
+            if ok == 1:
+                first_row = (piece * rows_per_flag).to(tl.int64)
+                count = (tl.minimum(first_row + rows_per_flag, rows) - first_row) * K
+                own_ptr = x_ptr + rank * chunk
+                _reduce_piece(buffer_ptr, own_ptr, out_ptr, slot_ptr, first_row * K, count, chunk, COPY_BLOCK)
+        task = claim_task(buffer_ptr)
+    if (ok == 1) & (agreed == 0):
+        ok = wait_headers(buffer_ptr, 1, world_size, epoch, rows, 0, K, operation)
+    if ok == 0:
+        stop_tasks(buffer_ptr)
+    if finish_call(buffer_ptr) == 2:
+        poison(buffer_ptr, out_ptr, chunk, COPY_BLOCK)
+
+
+def launch(buffer: UserBuffer, x: torch.Tensor, *, config: TileConfig | None = None) -> torch.Tensor:
+    """This rank's chunk of the sum of ``x`` [T, hidden] over the ranks, as a fresh [T/W, hidden] tensor."""
+    group = buffer.group
+    x = contiguous_rows(x)
+    tokens, k = x.shape
+    rows = tokens // group.world_size
+    config = config or tile_config(x.dtype, k, k, interpreted=group.backend.interpreted)
+    out = torch.empty(rows, k, dtype=x.dtype, device=x.device)
+    with buffer.call(tokens) as call:
+        launch_kernel(
+            reduce_scatter_kernel,
+            group.backend.num_programs,
+            {"num_warps": config.num_warps, "num_stages": 1},
+            buffer_ptr=buffer.table,
+            x_ptr=x,
+            out_ptr=out,
+            epoch=call.epoch,
+            rows=rows,
+            rows_per_flag=rows_per_piece(config.BLOCK_M, k * x.element_size()),
+            operation=operation_code(Operation.REDUCE_SCATTER, x.dtype),
+            K=k,
+            ALIGNED=k * x.element_size() % 16 == 0,
+            COPY_BLOCK=config.COPY_BLOCK,
+        )
+    return out

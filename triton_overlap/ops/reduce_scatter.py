@@ -1,0 +1,69 @@
+"""``reduce_scatter``: sum over the ranks and keep this rank's rows.
+
+Shape ledger (W ranks, H the buffer's hidden size)
+    x          [T, H]
+    forward    reduce_scatter(x)                          -> out       [T/W, H]
+    dgrad      gather(dOut)                               -> dX        [T, H], on the same buffer
+    saved      nothing
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.user_buffers import UserBuffer, user_buffer_by_handle
+from ..kernels import reduce_scatter as reduce_scatter_kernel
+from .validation import check_activation, refuse_double_backward, world_size_of
+
+__all__ = ["reduce_scatter", "reduce_scatter_op"]
+
+_NAME = "reduce_scatter"
+
+
+@torch.library.custom_op("triton_overlap::reduce_scatter", mutates_args=())
+def reduce_scatter_op(x: Tensor, buffer: str) -> Tensor:
+    """``torch.ops.triton_overlap.reduce_scatter``: ``x`` [T, H] -> [T/W, H], fresh, through the buffer with the handle
+    ``buffer``."""
+    user_buffer = user_buffer_by_handle(buffer)
+    check_activation(_NAME, user_buffer, "x", x, is_shard=False, is_hidden=True)
+    return reduce_scatter_kernel.launch(user_buffer, x)
+
+
+@reduce_scatter_op.register_fake
+def _fake(x: Tensor, buffer: str) -> Tensor:
+    return x.new_empty((x.shape[0] // world_size_of(buffer), x.shape[1]))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.buffer = inputs
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    refuse_double_backward(_NAME)
+    return torch.ops.triton_overlap.all_gather(grad, ctx.buffer), None
+
+
+reduce_scatter_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def reduce_scatter(x: Tensor, *, buffer: UserBuffer) -> Tensor:
+    """Sum over the ranks and keep this rank's rows: ``x`` [T, hidden] -> [T/W, hidden], in a fresh tensor.
+
+    Collective: every rank of the buffer's group calls it with the same T and dtype. The sum is taken in float32 in a
+    fixed order, so results are bitwise reproducible. Differentiable once: the gradient is every rank's rows, gathered.
+
+    Args:
+        x: [T, hidden], the buffer's dtype; T is divisible by W.
+        buffer: a user buffer with room for T tokens.
+
+    Raises:
+        ActiveShapeError: the shape of ``x`` breaks a rule of the active shape.
+        ClosedError: the buffer was closed.
+        ValueError: dtype or device do not fit.
+        CommError: the ranks disagree, or one did not arrive in time.
+    """
+    out: Tensor = torch.ops.triton_overlap.reduce_scatter(x, buffer.handle)
+    return out
