@@ -267,3 +267,11 @@ def receive_from_kernel(table_ptr, rank, source, out_ptr, BLOCK: tl.constexpr):
         pass
     lane = tl.arange(0, BLOCK)
     tl.store(out_ptr + lane, tl.load(f32(table_ptr, source) + lane))
+
+
+@triton.jit
+def failed_swap_kernel(table_ptr, peer, value, BLOCK: tl.constexpr, EXPECTED: tl.constexpr):
+    """Store words, then try to announce them with a compare-and-swap from EXPECTED to 1."""
+    tl.store(f32(table_ptr, peer) + tl.arange(0, BLOCK), tl.full((BLOCK,), 1.0, tl.float32) * value)
+    tl.debug_barrier()
+    tl.atomic_cas(flag_of(table_ptr, peer, 1024), EXPECTED, 1, sem="acq_rel", scope="sys")

@@ -88,6 +88,21 @@ def test_the_lanes_of_a_block_acquire_for_themselves() -> None:
     race(2, lambda backend: rank(backend, False))
 
 
+def test_a_compare_and_swap_that_fails_releases_nothing() -> None:
+    def rank(backend: SimBackend, expected: int) -> None:
+        memory = backend.symmetric_empty(2048, 10.0)
+        if backend.rank == 1:
+            memory.local.view(torch.int32)[256] = 1 - expected
+        backend.barrier(10.0)
+        if backend.rank == 0:
+            k.failed_swap_kernel[(1,)](memory.table, 1, 3.0, BLOCK=BLOCK, EXPECTED=0)
+        else:
+            k.receive_kernel[(1,)](memory.table, 1, torch.empty(BLOCK), BLOCK=BLOCK, SEM="acquire", SCOPE="sys")
+
+    no_race(2, lambda backend: rank(backend, 1))
+    race(2, lambda backend: rank(backend, 0))
+
+
 # ---- programs of one launch
 
 

@@ -215,9 +215,12 @@ class Accesses:
         if isinstance(fault, LoseSignal):
             write_words(addresses, before)
             return result, True  # its sender believes that it happened
-        if agent.actor is not None:
-            self._order_atomic(agent, agent.actor, access, groups, where)
         changed = not np.array_equal(before, after)
+        if agent.actor is not None:
+            # A compare-and-swap that failed was only a load, and so releases nothing.
+            reads = access.only_reads or (access.op == "cas" and not changed)
+            release = access.release and not (access.op == "cas" and not changed)
+            self._order_atomic(agent, agent.actor, access, groups, where, reads=reads, release=release)
         if changed:
             self._memory.remember(addresses, before, agent)
             if isinstance(fault, TearHeader):
@@ -247,7 +250,17 @@ class Accesses:
     def _changed(self, addresses: np.ndarray, itemsize: int) -> None:
         self._scheduler.changed(int(addresses.min()), int(addresses.max()) + itemsize)
 
-    def _order_atomic(self, agent: Agent, actor: Actor, access: AtomicAccess, groups: Groups, where: str) -> None:
+    def _order_atomic(
+        self,
+        agent: Agent,
+        actor: Actor,
+        access: AtomicAccess,
+        groups: Groups,
+        where: str,
+        *,
+        reads: bool,
+        release: bool,
+    ) -> None:
         """Races of an atomic with plain accesses, and what its semantics order."""
         assert self._slots is not None
         op = f"atomic {access.op}"
@@ -261,14 +274,14 @@ class Accesses:
                 continue
             for offset in (part - np.uint64(region.start)).tolist():
                 word = shadow.word(offset, itemsize)
-                conflict = shadow.check_atomic(offset, itemsize, actor.clock, writes=not access.only_reads)
+                conflict = shadow.check_atomic(offset, itemsize, actor.clock, writes=not reads)
                 if conflict is not None:
                     self._race(agent, op, where, region, conflict)
-                (word.reads if access.only_reads else word.writes)[slot] = stamp
+                (word.reads if reads else word.writes)[slot] = stamp
                 words.append(word.sync)
         if access.acquire:
             actor.acquire(words, access.scope, access.block)
-        if access.release:
+        if release:
             actor.release(words, access.scope, access.block)
 
     # ---- the copy engine

@@ -100,6 +100,7 @@ class Machine:
         start, end = storage.data_ptr(), storage.data_ptr() + num_bytes
         if own is not None and own.start <= start and end <= own.end:
             self._arguments[own.start] = self._arguments.pop(own.start)  # the youngest again
+            own.name = f"{name}@rank{rank}"
             return own
         keep: list[Any] = [storage]
         for other in self.space.overlapping(start, end):

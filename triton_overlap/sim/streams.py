@@ -91,7 +91,8 @@ class Stream(Task):
             self._happened()
         if not self._can_go_on():
             self.wait = self._idle
-            self._idle.text = self._queue[0].describe() if self._queue else ""
+            # Of the default stream's operations the host tells that waits for them.
+            self._idle.text = self._queue[0].describe() if self._queue and self.number else ""
 
     def abandon(self) -> None:
         """Forget what is queued, after an error."""

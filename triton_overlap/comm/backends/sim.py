@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 class SimCopyStream:
     """The simulated copy engine: a stream of its own, whose copies land in pieces, each flag after its bytes."""
 
-    def __init__(self, backend: SimBackend, machine: Machine, stream: Stream) -> None:
-        self._backend = backend
+    def __init__(self, machine: Machine, stream: Stream) -> None:
         self._machine = machine
         self._stream = stream
 
@@ -98,7 +97,7 @@ class SimBackend:
         self._closed = False
         self._allocations = 0
         self._copy_stream = machine.new_stream(rank, 1)
-        self.copies: CopyStream | None = SimCopyStream(self, machine, self._copy_stream)
+        self.copies: CopyStream | None = SimCopyStream(machine, self._copy_stream)
 
     @property
     def copy_stream(self) -> Stream:
