@@ -59,7 +59,7 @@ def test_the_protocol_without_faults_passes(world_size: int, check_races: bool) 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("check_races", [True, False])
 def test_the_protocol_without_faults_passes_many_seeds(world_size: int, check_races: bool) -> None:
-    assert first_failure(world_size, "", range(200), check_races=check_races) == (-1, None)
+    assert first_failure(world_size, "", range(100), check_races=check_races) == (-1, None)
 
 
 @pytest.mark.long

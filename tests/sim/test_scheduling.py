@@ -234,6 +234,15 @@ def test_a_barrier_names_the_missing_ranks() -> None:
     assert world.time_ns == 30_000_000_000
 
 
+def test_a_barrier_that_all_missed_says_so() -> None:
+    def rank(backend: SimBackend) -> None:
+        backend.barrier(2.0)
+
+    early, late = World(2, 0, faults=[DelayRank(1, seconds=5.0)]).run_backends(rank, return_exceptions=True)
+    assert str(early) == "rank 0 waited 2 s for rank 1 at a barrier"
+    assert str(late) == "rank 1 waited 2 s at a barrier; rank 0 came and had given up"
+
+
 def test_a_rank_that_gave_up_can_meet_again() -> None:
     def rank(backend: SimBackend) -> list[int]:
         if backend.rank == 0:
@@ -302,6 +311,22 @@ def test_an_error_that_leaves_others_waiting_for_ever_is_the_one_raised() -> Non
     with pytest.raises(ValueError, match="gone") as caught:
         World(2, 0).run_backends(rank)
     assert any("DeadlockError" in note for note in notes_of(caught.value))
+    with pytest.raises(DeadlockError) as found:
+        World(2, 0).run_backends(rank, return_exceptions=True)
+    assert any("rank 1 had raised ValueError: gone" in note for note in notes_of(found.value))
+
+
+def test_a_race_is_raised_in_spite_of_an_earlier_error() -> None:
+    def rank(backend: SimBackend) -> None:
+        if backend.rank == 1:
+            raise ValueError("gone")
+        for _ in range(20):
+            k.fill_kernel[(1,)](torch.zeros(4), 1.0, 4, BLOCK=4)
+        k.add_kernel[(2,)](torch.zeros(4), 1.0, BLOCK=4)
+
+    with pytest.raises(RaceError) as caught:
+        World(2, 0, faults=[DelayRank(0, turns=50)]).run_backends(rank)
+    assert any("rank 1 had raised ValueError: gone" in note for note in notes_of(caught.value))
 
 
 def test_an_error_in_a_kernel_reaches_its_host_and_only_it() -> None:

@@ -150,10 +150,10 @@ def _acquired():
 @triton.jit
 def drain_descriptor_stores():
     """Wait until this program's descriptor stores are complete, not only read out of shared memory."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+    # Interpreted too (comm/interpreter.py): the simulator orders descriptor stores by it.
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

@@ -58,10 +58,14 @@ class Meetings:
             meeting.left.add(host.rank)
             here = meeting.left | meeting.values.keys()
             missing = [rank for rank in range(machine.world_size) if rank not in here]
-            raise CommTimeoutError(
-                f"rank {host.rank} waited {timeout_s:g} s for {'rank' if len(missing) == 1 else 'ranks'} "
-                f"{', '.join(map(str, missing))} at a {kind}"
-            )
+            whom = f"for {_ranks(missing)} " if missing else ""
+            gave_up = sorted(meeting.left - {host.rank})
+            before = f"; {_ranks(gave_up)} came and had given up" if gave_up and not missing else ""
+            raise CommTimeoutError(f"rank {host.rank} waited {timeout_s:g} s {whom}at a {kind}{before}")
         self._counts[kind, host.rank] = number + 1
         host.clock.join(meeting.clock)
         return [meeting.values[rank] for rank in range(machine.world_size)]
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -9,7 +9,7 @@ import torch
 
 from triton_overlap.comm import interpreter
 from triton_overlap.comm.backends.sim import SimBackend
-from triton_overlap.errors import SimulationError
+from triton_overlap.errors import DeadlockError, SimulationError
 from triton_overlap.sim.faults import KILLED, Fault, FaultPlan
 from triton_overlap.sim.machine import Machine
 from triton_overlap.sim.meetings import Meetings
@@ -159,7 +159,7 @@ class _Run:
                 machine.scheduler.spawn(host)
             machine.scheduler.run(self._finished)
         except SimulationError as error:
-            self._raise_found(error)
+            self._raise_found(error, return_exceptions)
         finally:
             machine.stop()
             interpreter.uninstall(machine)
@@ -197,14 +197,17 @@ class _Run:
                 raise host.error  # an interrupt, or SystemExit: not this world's to keep
             self._errors.append((host.rank, host.error))
 
-    def _raise_found(self, error: SimulationError) -> None:
-        """Raise what the simulator found, unless it follows from an error of a rank."""
-        _note(error, f"simulated world: world_size={self._world.world_size}, seed={self._world.seed}")
-        if self._errors:
+    def _raise_found(self, found: SimulationError, return_exceptions: bool) -> None:
+        """Raise what the simulator found. Where a rank had raised before, a deadlock is its consequence, and the
+        rank's error is the one to raise."""
+        _note(found, f"simulated world: world_size={self._world.world_size}, seed={self._world.seed}")
+        if self._errors and isinstance(found, DeadlockError) and not return_exceptions:
             first = self._first_error()
-            _note(first, f"then: {type(error).__name__}: {error}")
+            _note(first, f"then: DeadlockError: {found}")
             raise first
-        raise error
+        for rank, error in self._errors:
+            _note(found, f"rank {rank} had raised {type(error).__name__}: {error}")
+        raise found
 
     def _first_error(self) -> BaseException:
         (rank, first), *others = self._errors
