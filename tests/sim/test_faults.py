@@ -31,6 +31,12 @@ def test_a_delayed_rank_changes_the_schedule_and_not_the_results() -> None:
         assert plain.trace != delayed.trace
 
 
+def test_a_delay_at_any_moment_makes_nobody_lose_patience() -> None:
+    for start in range(0, 120, 8):
+        world = World(2, start, faults=[DelayRank(1, turns=100_000, start=start)])
+        assert world.run_backends(lambda backend: bounded_wait(backend, True, False))[0] == [1, 0]
+
+
 def test_a_delayed_rank_takes_no_turn_while_others_can() -> None:
     order = []
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.sim import kernels as k
 from triton_overlap.comm.backends.sim import SimBackend
-from triton_overlap.errors import MemoryFaultError
+from triton_overlap.errors import MemoryFaultError, RaceError
 from triton_overlap.sim import World
 
 
@@ -89,6 +90,23 @@ def test_host_descriptors_count_as_arguments() -> None:
         return bool((x == 1).all())
 
     assert World(1, 0).run_backends(rank) == [True]
+
+
+def test_overlapping_storages_of_one_memory_are_one_region() -> None:
+    def rank(backend: SimBackend) -> list[float]:
+        memory = np.zeros(24, dtype=np.float32)
+        low, high = torch.from_numpy(memory[:16]), torch.from_numpy(memory[8:])
+        with backend.stream():
+            k.fill_kernel[(2,)](low, 1.0, 16, BLOCK=8)
+            k.scale_kernel[(2,)](low, high, 3.0, 16, BLOCK=8)
+        backend.synchronize()
+        return memory.tolist()
+
+    # The second kernel's programs overlap each other's operands: only the check for races may object.
+    for seed in range(5):
+        with pytest.raises(RaceError):
+            World(1, seed).run_backends(rank)
+        World(1, seed, check_races=False).run_backends(rank)
 
 
 def test_two_views_of_one_storage_are_one_region() -> None:

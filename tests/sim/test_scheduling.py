@@ -15,6 +15,7 @@ import triton.language as tl
 from tests.sim import kernels as k
 from tests.sim.exchange import gather_repeatedly
 from triton_overlap.comm.backends.sim import SimBackend
+from triton_overlap.comm.group import Group
 from triton_overlap.errors import BackendError, ClosedError, CommTimeoutError, DeadlockError, RaceError
 from triton_overlap.sim import DelayRank, World
 from triton_overlap.sim.scheduler import greenlet
@@ -43,6 +44,19 @@ def test_the_same_seed_gives_the_same_schedule() -> None:
         assert (worlds[0].steps, worlds[0].time_ns) == (worlds[1].steps, worlds[1].time_ns)
         traces.add(worlds[0].trace)
     assert len(traces) == 6
+
+
+def test_run_passes_a_group_and_closes_it() -> None:
+    def rank(group: Group) -> tuple[Group, list[int]]:
+        group.barrier()
+        assert group.timeout_s == 12.0
+        return group, group.all_gather_object(group.rank)
+
+    (first, ranks), (second, _) = World(2, 1, timeout_s=12.0).run(rank)
+    assert ranks == [0, 1]
+    assert (first.rank, second.rank, first.world_size) == (0, 1, 2)
+    with pytest.raises(ClosedError):
+        first.barrier()
 
 
 def test_a_world_can_run_twice() -> None:

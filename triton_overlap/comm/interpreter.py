@@ -374,7 +374,7 @@ def _patch_interpreter() -> None:
         stock.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     builder.create_atomic_rmw = create_atomic_rmw
     builder.create_atomic_cas = create_atomic_cas
-    if hasattr(builder, "create_atomic_load"):  # Triton 3.7 and newer
+    if hasattr(builder, "create_atomic_load"):  # Triton 3.9
         builder.create_atomic_load = create_atomic_load
         builder.create_atomic_store = create_atomic_store
     if hasattr(builder, "create_atomic_poll"):

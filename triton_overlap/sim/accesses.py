@@ -357,7 +357,7 @@ class Accesses:
                 self._fault(program, op, int(part[0]), itemsize, f"lies in {region.name}, which was freed")
             if kind == "local" and region.rank != program.rank:
                 self._fault(program, op, int(part[0]), itemsize, f"lies in {region.name}, local memory of another rank")
-            if kind == "argument" and not any(region is argument for argument in program.launch.arguments):
+            if kind == "argument" and not any(region.meets(argument) for argument in program.launch.arguments):
                 self._fault(program, op, int(part[0]), itemsize, f"lies in {region.name}, no argument of this launch")
         return groups
 

@@ -63,6 +63,10 @@ class Region:
     freed: bool = False
     users: int = 0
 
+    def meets(self, other: Region) -> bool:
+        """True if they share addresses: two views of memory with storages of their own become one region."""
+        return self.start < other.end and other.start < self.end
+
     def place(self, address: int) -> str:
         """``address`` in words."""
         return f"{self.name}+{address - self.start}"

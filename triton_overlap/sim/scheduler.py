@@ -302,7 +302,7 @@ class FiberTask(Task):
         self.fiber.stop()
 
 
-class World(Protocol):
+class Surroundings(Protocol):
     """What the scheduler asks of the world around it."""
 
     def land_somewhere(self, *, must: bool) -> bool:
@@ -335,13 +335,13 @@ class Scheduler:
 
     Args:
         rng: every decision comes from it.
-        world: see :class:`World`.
+        surroundings: see :class:`Surroundings`.
         max_steps: turns after which a run is given up as endless.
     """
 
-    def __init__(self, rng: random.Random, world: World, max_steps: int) -> None:
+    def __init__(self, rng: random.Random, surroundings: Surroundings, max_steps: int) -> None:
         self._rng = rng
-        self._world = world
+        self._surroundings = surroundings
         self._max_steps = max_steps
         self.steps = 0
         self.now_ns = 0
@@ -394,10 +394,6 @@ class Scheduler:
         """Digest of the order of turns so far."""
         return self._trace.hexdigest()
 
-    def note(self, text: str) -> None:
-        """Make a decision part of the trace."""
-        self._trace.update(text.encode())
-
     # ---- the loop
 
     def run(self, finished: Callable[[], bool]) -> None:
@@ -409,7 +405,7 @@ class Scheduler:
         while not finished():
             if self._check_waits:
                 self._collect()
-            self._world.land_somewhere(must=False)
+            self._surroundings.land_somewhere(must=False)
             task = self._choose()
             if task is None:
                 self._stuck()
@@ -433,7 +429,7 @@ class Scheduler:
 
     def _choose(self) -> Task | None:
         rng = self._rng
-        candidates = [task for task in self._ready if not (self._world.held_back(task) or self._frozen(task))]
+        candidates = [task for task in self._ready if not (self._surroundings.held_back(task) or self._frozen(task))]
         if not candidates:
             return None
         last = self.current
@@ -445,7 +441,7 @@ class Scheduler:
         return task
 
     def _frozen(self, task: Task) -> bool:
-        return self._world.frozen_until_ns(task) > self.now_ns
+        return self._surroundings.frozen_until_ns(task) > self.now_ns
 
     def _turn(self, task: Task) -> None:
         self.steps += 1
@@ -453,9 +449,9 @@ class Scheduler:
             raise DeadlockError(f"no end after {self._max_steps} turns:\n{self.report()}")
         self._trace.update(task.name.encode())
         self.current = task
-        self._world.before_turn(task)
+        self._surroundings.before_turn(task)
         task.turn()
-        self._world.after_turn(task)
+        self._surroundings.after_turn(task)
         if task.done:
             if task in self._ready:
                 self._ready.remove(task)
@@ -467,17 +463,20 @@ class Scheduler:
     def _spins(self, task: Task) -> bool:
         if not task.spinning:
             return False
-        if all(self._world.memory_holds(poll) for poll in task.polls.values()):
+        if all(self._surroundings.memory_holds(poll) for poll in task.polls.values()):
             return True
         self._revive(task)
         return False
 
     def _stuck(self) -> None:
         """Nobody is ready: find something that can still happen."""
-        if self._world.land_somewhere(must=True):
+        if self._surroundings.land_somewhere(must=True):
+            return
+        if self._ready_in_spite_of_faults():
+            self._quiet_since_ns = None
             return
         if self._quiet_since_ns is None or self._changes != self._quiet_changes:
-            if self._ready_in_spite_of_faults() or self._runs_on():
+            if self._runs_on():
                 self._quiet_since_ns = None
                 return
             self._quiet_since_ns, self._quiet_changes = self.now_ns, self._changes
@@ -495,7 +494,7 @@ class Scheduler:
     def _runs_on(self) -> bool:
         """Give every polling task some more turns; True if one of them gets anywhere."""
         for task in [task for task in self._aside if task.wait is None]:
-            self._world.catch_up(task)
+            self._surroundings.catch_up(task)
             progress, changes = task.progress, self._changes
             for _ in range(4 * len(task.polls) + 8):
                 self._turn(task)
@@ -515,7 +514,7 @@ class Scheduler:
         deadlines = [
             task.wait.deadline_ns for task in self._aside if task.wait is not None and task.wait.deadline_ns is not None
         ]
-        deadlines += [self._world.frozen_until_ns(task) for task in self._ready if self._frozen(task)]
+        deadlines += [self._surroundings.frozen_until_ns(task) for task in self._ready if self._frozen(task)]
         assert self._quiet_since_ns is not None
         if not (watchers or deadlines) or self.now_ns - self._quiet_since_ns > _ENDLESS_NS:
             raise DeadlockError(f"no task can make progress:\n{self.report()}")
@@ -529,7 +528,7 @@ class Scheduler:
             step = max(1, min(deadlines) - self.now_ns)
         self.now_ns += step
         self._trace.update(b"time")
-        self._world.time_moved(self.now_ns)
+        self._surroundings.time_moved(self.now_ns)
         self._check_waits = True
         for task in watchers:
             self._revive(task)
