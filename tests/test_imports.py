@@ -38,7 +38,7 @@ LATE = {
     ("comm.backends.sim", "sim"): "the backend is made by the simulator and names its types",
 }
 #: Modules of plain Python: usable and testable where Triton is not installed.
-PLAIN = {"errors", "comm.layout", "kernels.schedules"}
+PLAIN = {"errors", "comm.layout", "kernels.schedules", "kernels.ep_geometry", "kernels.ep_layout"}
 #: Operations whose result in a loop's condition or body makes the loop a spin.
 SPINS = re.compile(r"sem\s*=\s*['\"](acquire|acq_rel)['\"]|volatile\s*=\s*True")
 
