@@ -51,6 +51,7 @@ class TableWord(IntEnum):
     RECORD = 10  # address of int64[RECORD_WORDS] in host memory
     CLOCK = 11  # address of an int64 word of nanoseconds, or 0 for the hardware timer
     TIMEOUT_NS = 12
+    NETWORK = 13  # address of the network's own state (comm/network.py), or 0
     PEERS = 16  # address of rank 0's copy of the buffer; rank r's is word PEERS + r
     # Behind the world_size peers, at PEERS + world_size + r: the address of rank r's control block.
 

@@ -316,6 +316,58 @@ class Accesses:
         if transfer.stream is not None:
             self._machine.event(transfer.stream, "flag of a copy", order.target.place(int(address[0])))
 
+    # ---- the network
+
+    def acquire(self, agent: Agent, region: Region, address: int, where: str) -> int:
+        """The int64 word at ``address``, read with acquire at device scope."""
+        word = np.array([address], dtype=np.uint64)
+        value = np.zeros(1, dtype=np.int64)
+        access = AtomicAccess("load", word, value, value.dtype, True, False, "gpu", False)
+        found, _ = self._perform(agent, access, lambda: read_words(word, value.dtype), [(region, word)], where)
+        return int(found[0])
+
+    def read_words(self, agent: Agent, region: Region, address: int, count: int, where: str) -> list[int]:
+        """``count`` int64 words from ``address``, loaded plainly."""
+        words = np.uint64(address) + np.uint64(8) * np.arange(count, dtype=np.uint64)
+        if agent.actor is not None:
+            self._order_load(agent, agent.actor, [(region, words)], 8, where)
+        found: list[int] = read_words(words, _INT_TYPES[8]).tolist()
+        return found
+
+    def land_words(
+        self, agent: Agent, source: tuple[Region, int], target: tuple[Region, int], words: np.ndarray, where: str
+    ) -> None:
+        """Words (uint64 indices) of a put: read the source now, and the target has them. Word 0 is an atomic, since it
+        may be polled."""
+        (from_region, origin), (to_region, there) = source, target
+        sources = np.uint64(origin) + np.uint64(8) * words
+        targets = np.uint64(there) + np.uint64(8) * words
+        values = read_words(sources, _INT_TYPES[8])
+        plain = targets[words > 0]
+        if agent.actor is not None:
+            self._order_load(agent, agent.actor, [(from_region, sources)], 8, where)
+            if plain.size:
+                self._order_store(agent, agent.actor, [(to_region, plain)], 8, where, False)
+        if plain.size:
+            self._memory.remember(plain, read_words(plain, _INT_TYPES[8]), agent)
+            write_words(plain, values[words > 0])
+            self._changed(plain, 8)
+        if plain.size < words.size:
+            first, value = targets[words == 0], values[words == 0]
+            access = AtomicAccess("xchg", first, value, value.dtype, False, False, "sys", False)
+            self._perform(agent, access, lambda: write_words(first, value), [(to_region, first)], where)
+
+    def add_signal(self, agent: Agent, region: Region, address: int, where: str) -> None:
+        """Add 1 to the signal of a put whose bytes have all landed."""
+        word = np.array([address], dtype=np.uint64)
+        one = np.ones(1, dtype=np.int64)
+        if agent.actor is not None:
+            agent.actor.barrier()
+        access = AtomicAccess("add", word, one, one.dtype, False, True, "sys", False)
+        self._perform(
+            agent, access, lambda: write_words(word, read_words(word, one.dtype) + one), [(region, word)], where
+        )
+
     # ---- polls
 
     def poll_clock(self, program: Program, op: str, where: str) -> None:

@@ -15,6 +15,7 @@ from triton_overlap.sim.accesses import Accesses, words_at
 from triton_overlap.sim.faults import Fault, FaultPlan
 from triton_overlap.sim.happens_before import Clock, Shadow, Slots
 from triton_overlap.sim.memory import AddressSpace, Region, WeakMemory, aligned_zeros
+from triton_overlap.sim.network import Flight, NetworkInterface
 from triton_overlap.sim.scheduler import Fiber, Poll, Scheduler, Task, Wait
 from triton_overlap.sim.streams import Event, Operation, RecordEvent, Stream, WaitEvent
 from triton_overlap.sim.tasks import CopyOrder, HostTask, Launch, LogEntry, Program, Transfer
@@ -205,7 +206,7 @@ class Machine:
     def held_back(self, task: Task) -> bool:
         if not self.plan.holds_back:
             return False
-        stalled = isinstance(task, Stream) and task.held_back()
+        stalled = isinstance(task, (Stream, Flight)) and task.held_back()
         return stalled or self.plan.delays(task.rank, self.scheduler.steps)
 
     def frozen_until_ns(self, task: Task) -> int:
@@ -291,6 +292,12 @@ class Machine:
         for stream in host.streams:
             host.clock.join(stream.clock)
             self._raise_stream_error(stream)
+
+    def add_network_interface(self, rank: int, copies: list[Region], ring: torch.Tensor, entry_words: int) -> None:
+        """Empty ``ring`` of ``rank`` into ``copies``, the ranks' copies of a symmetric allocation."""
+        region = self.space.at(ring.data_ptr())
+        assert region is not None
+        self.scheduler.spawn(NetworkInterface(self, rank, copies, region, entry_words))
 
     # ---- launches and copies
 

@@ -1,0 +1,1 @@
+"""Networks, each in its file; see ``comm/network.py``."""

@@ -1,0 +1,56 @@
+"""The ``direct`` network: stores into the peer's memory and an addition at system scope, over NVLink or shared memory.
+
+The program that puts does the copy itself. All its stores are ordered before the addition, and additions of earlier
+puts by *other* programs are not: signals are weak here too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from ..device import INTERPRETED, RANK, peer_address
+from ..network import NetworkProperties
+
+if TYPE_CHECKING:
+    from ..backend import SymmetricMemory
+    from ..group import Group
+
+#: Words that a program moves at a time.
+_BLOCK = tl.constexpr(4096 if INTERPRETED.value else 1024)
+
+
+@triton.jit
+def put(buffer_ptr, peer, source, target, num_bytes, signal):
+    """See ``comm/network.py``."""
+    own = peer_address(buffer_ptr, tl.load(buffer_ptr + RANK))
+    there = peer_address(buffer_ptr, peer)
+    source_ptr = (own + source).to(tl.pointer_type(tl.int64))
+    target_ptr = (there + target).to(tl.pointer_type(tl.int64))
+    # Other threads of this program wrote parts of what this one copies.
+    tl.debug_barrier()
+    lane = tl.arange(0, _BLOCK)
+    words = num_bytes // 8
+    for start in range(0, words, _BLOCK):
+        offset = start + lane
+        # Word 0 is stored below: it may be polled meanwhile.
+        mask = (offset < words) & (offset > 0)
+        tl.store(target_ptr + offset, tl.load(source_ptr + offset, mask=mask), mask=mask)
+    tl.atomic_xchg(target_ptr, tl.load(source_ptr), sem="relaxed", scope="sys")
+    # The addition is one thread's: the others' stores must be behind it.
+    tl.debug_barrier()
+    tl.atomic_add((there + signal).to(tl.pointer_type(tl.int64)), 1, sem="release", scope="sys")
+
+
+class DirectNetwork:
+    """See the module's page."""
+
+    name = "direct"
+    properties = NetworkProperties(strong_signals=False, signals_anywhere=True)
+    put = staticmethod(put)
+
+    def attach(self, group: Group, memory: SymmetricMemory, max_puts: int) -> int:
+        """Nothing to keep: every peer's memory is within reach of a store."""
+        return 0
