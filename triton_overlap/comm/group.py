@@ -128,14 +128,15 @@ class Group:
     def _break(self, words: list[int]) -> None:
         record = decode_record(words, self.rank, self.world_size)
         self.broken = error_for(record, self.rank, self.timeout_s)
-        raise self.broken
+        # Not the kept one: its traceback would keep the frames of the failed call, and their tensors, alive.
+        raise error_for(record, self.rank, self.timeout_s)
 
     def check(self) -> None:
         """Wait for the device and raise the failure of any call so far, this rank's or one that a peer reported."""
         if self.closed:
             raise ClosedError(f"{self.name} is closed")
         if self.broken is not None:
-            raise self.broken
+            raise type(self.broken)(str(self.broken), self.broken.record)
         self.backend.synchronize()
         self._raise_failure()
         # A peer may have failed after this rank's last kernel ended: then only its notice is here.
@@ -182,7 +183,9 @@ class Group:
         for buffer in self._buffers.values():
             buffer.close()
         self.closed = True
+        self._buffers.clear()
         self.backend.free(self._control)
+        del self._control
         self.backend.close()
 
     def __repr__(self) -> str:

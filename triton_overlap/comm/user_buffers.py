@@ -215,6 +215,7 @@ class UserBuffer:
 
     def slot(self, index: int) -> torch.Tensor:
         """View [max_tokens, hidden] of slot ``index``, this rank's copy."""
+        self._check_open()
         begin = self.layout.data_offset(index, 0)
         tokens, hidden = self.capacity_shape
         size = tokens * hidden * self.dtype.itemsize
@@ -234,6 +235,7 @@ class UserBuffer:
         if not self.closed:
             self.closed = True
             self.group.backend.free(self.memory)
+            del self.memory, self.local, self.table  # a closed buffer that somebody still holds holds no memory
 
     @property
     def registered_bytes(self) -> int:
