@@ -1,5 +1,39 @@
-"""Modules: tensor-parallel replacements of ``torch.nn`` layers whose token count may change at every call."""
+"""Modules: tensor-parallel replacements of ``torch.nn`` layers whose token count may change at every call.
 
-from .linear import ColumnParallelLinear, RowParallelLinear
+Shapes and layouts stand at the top of each file; docs/modules.md is the guide.
+"""
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+from .convert import (
+    from_encoder_layer,
+    from_llama_block,
+    gather_state_dict,
+    shard_state_dict,
+    to_encoder_layer,
+    to_llama_block,
+)
+from .gradients import all_reduce_replicated_gradients, mark_sequence_parallel
+from .layernorm_linear import LayerNormLinear
+from .layernorm_mlp import LayerNormMLP
+from .linear import ColumnParallelLinear, Linear, RowParallelLinear
+from .multihead_attention import MultiheadAttention
+from .rotary import RotaryPositionEmbedding
+from .transformer_layer import TransformerLayer
+
+__all__ = [
+    "ColumnParallelLinear",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MultiheadAttention",
+    "RotaryPositionEmbedding",
+    "RowParallelLinear",
+    "TransformerLayer",
+    "all_reduce_replicated_gradients",
+    "from_encoder_layer",
+    "from_llama_block",
+    "gather_state_dict",
+    "mark_sequence_parallel",
+    "shard_state_dict",
+    "to_encoder_layer",
+    "to_llama_block",
+]

@@ -15,36 +15,47 @@ Shape ledger (W ranks, T tokens, ``sequence_parallel`` on)
 With ``sequence_parallel=False`` activations outside the pair of layers are whole on every rank: a column-parallel layer
 takes [T, in], computes without communication and sums its input's gradient over the ranks; a row-parallel layer returns
 [T, out], the sum over the ranks. That sum is a reduce-scatter and an all-gather, so T must be divisible by W here too.
+
+``Linear`` is either of them, or neither, by its ``parallel_mode``, with TransformerEngine's argument names.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..comm.group import Group
 from ..comm.user_buffers import UserBuffer
 from ..errors import ActiveShapeError
 from ..ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, replicated_matmul
+from .overlap import PARALLEL_MODES, Overlap, choose_method
+from .sharding import take_shard
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+__all__ = ["ColumnParallelLinear", "Linear", "RowParallelLinear"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_Linear = TypeVar("_Linear", bound="_ParallelLinear")
+_Parallel = TypeVar("_Parallel", bound="_ParallelLinear")
+_Replacement = TypeVar("_Replacement", bound="_LinearReplacement")
 
 
 class _ParallelLinear(nn.Module):
-    """What the two layers share: sharding, initialisation, buffers, flattening.
+    """What the layers share: sharding, initialisation, buffers, flattening.
 
     A subclass says which dimension of the full [out_features, in_features] weight is split.
     """
 
-    #: Dimension of the weight that the ranks split.
-    _split_dim: int
+    #: Dimension of the weight that the ranks split, or None where every rank holds all of it.
+    _split_dim: int | None
+    #: Equal parts that the out_features are stacked from, each of which is split over the ranks by itself.
+    _parts: int = 1
+    #: Of the operations, see ``all_gather_matmul``.
+    method: str = "fused"
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -71,57 +82,27 @@ class _ParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel
         self._check_settings(device, dtype)
 
-        self.weight = nn.Parameter(
-            torch.empty(self._shard_shape((out_features, in_features)), device=device, dtype=dtype)
-        )
-        if bias:
-            self.bias = nn.Parameter(torch.empty(self._bias_shape(), device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
+        self._make_parameters(bias, device, dtype)
         self._mark_parameters()
         self._buffers_by_dtype: dict[torch.dtype, UserBuffer] = {}
         # Registered here, in the order in which all ranks build their model, and not at the first forward, which may
         # already be inside a graph capture. Under autocast the parameters' dtype is not the one that is multiplied.
         autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
-        self._user_buffer(torch.get_autocast_dtype(device.type) if autocast else dtype)
+        if self._split_dim is not None:
+            self._user_buffer(torch.get_autocast_dtype(device.type) if autocast else dtype)
         if device.type != "meta":
             self.reset_parameters()
 
-    @classmethod
-    def from_linear(
-        cls: type[_Linear], linear: nn.Linear, *, group: Group, max_tokens: int, sequence_parallel: bool = True
-    ) -> _Linear:
-        """This rank's shard of a plain ``nn.Linear`` that holds the same weights on every rank.
+    def _make_parameters(self, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
+        """Uninitialised parameters; ``reset_parameters`` fills them."""
+        shape = self._shard_shape((self.out_features, self.in_features))
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(self._bias_shape(), device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
 
-        Parameters are copied to the group's device and keep dtype and ``requires_grad``; ``linear`` is not changed.
-
-        Raises:
-            ValueError: as the constructor.
-        """
-        out_features, in_features = linear.weight.shape
-        layer = cls(
-            in_features,
-            out_features,
-            linear.bias is not None,
-            group=group,
-            max_tokens=max_tokens,
-            sequence_parallel=sequence_parallel,
-            device="meta",
-            dtype=linear.weight.dtype,
-        )
-        layer.to_empty(device=group.device)
-        layer._mark_parameters()  # which the new parameters have lost
-        with torch.no_grad():
-            layer.weight.copy_(layer._shard(linear.weight))
-            if layer.bias is not None:
-                layer.bias.copy_(layer._bias_shard(linear.bias))
-        layer.weight.requires_grad_(linear.weight.requires_grad)
-        if layer.bias is not None:
-            layer.bias.requires_grad_(linear.bias.requires_grad)
-        layer.train(linear.training)
-        return layer
-
-    def __deepcopy__(self: _Linear, memo: dict[int, Any]) -> _Linear:
+    def __deepcopy__(self: _Parallel, memo: dict[int, Any]) -> _Parallel:
         """A layer with parameters of its own in the same group, whose buffers it shares."""
         memo.update((id(shared), shared) for shared in (self.group, *self._buffers_by_dtype.values()))
         layer = type(self).__new__(type(self))
@@ -129,6 +110,15 @@ class _ParallelLinear(nn.Module):
         layer.__dict__.update(copy.deepcopy(self.__dict__, memo))
         layer._mark_parameters()
         return layer
+
+    def _apply(self: _Parallel, fn: Callable[..., Any], recurse: bool = True) -> _Parallel:
+        super()._apply(fn, recurse)
+        self._mark_parameters()  # to_empty and dtype changes may make new parameters
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark_parameters()  # load_state_dict(assign=True) makes new parameters
 
     def reset_parameters(self) -> None:
         """Draw the parameters as ``nn.Linear`` of the full size does, and keep this rank's part. Collective.
@@ -166,27 +156,18 @@ class _ParallelLinear(nn.Module):
     # Which of the two features is split, and which one is the buffer's hidden size.
 
     def _split_features(self) -> tuple[str, int]:
-        return ("out_features", self.out_features) if self._split_dim == 0 else ("in_features", self.in_features)
+        return ("in_features", self.in_features) if self._split_dim == 1 else ("out_features", self.out_features)
 
     def _hidden(self) -> int:
         return self.in_features if self._split_dim == 0 else self.out_features
 
     def _check_settings(self, device: torch.device, dtype: torch.dtype) -> None:
-        kind, world_size = type(self).__name__, self.group.world_size
+        kind = type(self).__name__
         for name, value in (("in_features", self.in_features), ("out_features", self.out_features)):
             if value < 1:
                 raise ValueError(f"{kind}: {name} must be at least 1, got {value}")
-        name, value = self._split_features()
-        if value % world_size:
-            raise ValueError(
-                f"{kind}: {name} must be divisible by the group size {world_size}, got {value}; "
-                f"{-(-value // world_size) * world_size} would do"
-            )
-        if self.max_tokens < 1 or self.max_tokens % world_size:
-            raise ValueError(
-                f"{kind}: max_tokens must be a positive multiple of the group size {world_size}, "
-                f"got {self.max_tokens}; {max(1, -(-self.max_tokens // world_size)) * world_size} would do"
-            )
+        if self._split_dim is not None:
+            self._check_split(kind)
         if dtype not in _DTYPES:
             raise ValueError(f"{kind}: dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
         if device.type != "meta" and device != self.group.device:
@@ -194,24 +175,51 @@ class _ParallelLinear(nn.Module):
                 f"{kind}: device must be the group's, {self.group.device}, or meta, got {device}; leave it out"
             )
 
+    def _check_split(self, kind: str) -> None:
+        name, value = self._split_features()
+        world_size = self.group.world_size
+        divisor, what = world_size * self._parts, f"the group size {world_size}"
+        if self._parts > 1:
+            what = f"{divisor}, {what} times the {self._parts} parts that each rank holds a piece of"
+        if value % divisor:
+            raise ValueError(
+                f"{kind}: {name} must be divisible by {what}, got {value}; {-(-value // divisor) * divisor} would do"
+            )
+        if self.max_tokens < 1 or self.max_tokens % world_size:
+            raise ValueError(
+                f"{kind}: max_tokens must be a positive multiple of the group size {world_size}, "
+                f"got {self.max_tokens}; {max(1, -(-self.max_tokens // world_size)) * world_size} would do"
+            )
+
     def _shard_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
         rows, columns = shape
         world_size = self.group.world_size
+        if self._split_dim is None:
+            return shape
         return (rows // world_size, columns) if self._split_dim == 0 else (rows, columns // world_size)
 
     def _bias_shape(self) -> tuple[int]:
         return (self.out_features // self.group.world_size,) if self._split_dim == 0 else (self.out_features,)
 
     def _shard(self, full_weight: Tensor) -> Tensor:
-        return full_weight.chunk(self.group.world_size, dim=self._split_dim)[self.group.rank]
+        return take_shard(full_weight, self._split_dim, self._parts, self.group.rank, self.group.world_size)
 
     def _bias_shard(self, full_bias: Tensor) -> Tensor:
-        return full_bias.chunk(self.group.world_size)[self.group.rank] if self._split_dim == 0 else full_bias
+        dim = 0 if self._split_dim == 0 else None
+        return take_shard(full_bias, dim, self._parts, self.group.rank, self.group.world_size)
 
     def _mark_parameters(self) -> None:
-        self.weight.tensor_parallel_dim = self._split_dim  # type: ignore[attr-defined]
+        """Say on each parameter how it is split and whether its gradient is a partial sum. Subclasses add theirs."""
+        self._mark(self.weight, self._split_dim)
         if self.bias is not None:
-            self.bias.tensor_parallel_dim = 0 if self._split_dim == 0 else None  # type: ignore[attr-defined]
+            self._mark(self.bias, 0 if self._split_dim == 0 else None)
+
+    def _mark(self, parameter: Any, dim: int | None) -> None:
+        parameter.tensor_parallel_dim = dim
+        parameter.tensor_parallel_parts = 1 if dim is None else self._parts
+        # Whole on every rank and applied to this rank's rows. A row-parallel bias is not: it is added to the sum, and
+        # its backward sees all rows.
+        parameter.sequence_parallel = self.sequence_parallel and dim is None and self._split_dim != 1
 
     def _user_buffer(self, dtype: torch.dtype) -> UserBuffer:
         buffer = self._buffers_by_dtype.get(dtype)
@@ -232,11 +240,70 @@ class _ParallelLinear(nn.Module):
         return x if x.dim() == 2 else x.flatten(0, -2), {
             "buffer": self._user_buffer(torch.get_autocast_dtype(device_type) if autocast else self.weight.dtype),
             "bias": self.bias,
+            "method": self.method,
             "main_grad": None if main_grad is None else main_grad.transpose(0, 1),
         }
 
+    def _column_forward(self, x: Tensor) -> Tensor:
+        rows, shared = self._operands(x)
+        weight = self.weight.transpose(0, 1)
+        if self.sequence_parallel:
+            out = all_gather_matmul(rows, weight, **shared)
+            return _unflatten(out, x, x.shape[0] * self.group.world_size)
+        return _unflatten(replicated_matmul(rows, weight, **shared), x, x.shape[0])
 
-class ColumnParallelLinear(_ParallelLinear):
+    def _row_forward(self, x: Tensor) -> Tensor:
+        rows, shared = self._operands(x)
+        weight = self.weight.transpose(0, 1)
+        if self.sequence_parallel:
+            if x.dim() > 2 and x.shape[0] % self.group.world_size:
+                raise ActiveShapeError(
+                    f"{type(self).__name__}: the first dimension of the input must be divisible by the group size "
+                    f"{self.group.world_size}, got {list(x.shape)}; packing.pad_packed adds the missing pad tokens"
+                )
+            out = matmul_reduce_scatter(rows, weight, **shared)
+            return _unflatten(out, x, x.shape[0] // self.group.world_size)
+        return _unflatten(matmul_all_reduce(rows, weight, **shared), x, x.shape[0])
+
+
+class _LinearReplacement(_ParallelLinear):
+    """A layer that can be made from the ``nn.Linear`` that it replaces."""
+
+    @classmethod
+    def from_linear(
+        cls: type[_Replacement], linear: nn.Linear, *, group: Group, max_tokens: int, sequence_parallel: bool = True
+    ) -> _Replacement:
+        """This rank's shard of a plain ``nn.Linear`` that holds the same weights on every rank.
+
+        Parameters are copied to the group's device and keep dtype and ``requires_grad``; ``linear`` is not changed.
+
+        Raises:
+            ValueError: as the constructor.
+        """
+        out_features, in_features = linear.weight.shape
+        layer = cls(
+            in_features,
+            out_features,
+            linear.bias is not None,
+            group=group,
+            max_tokens=max_tokens,
+            sequence_parallel=sequence_parallel,
+            device="meta",
+            dtype=linear.weight.dtype,
+        )
+        layer.to_empty(device=group.device)
+        with torch.no_grad():
+            layer.weight.copy_(layer._shard(linear.weight))
+            if layer.bias is not None:
+                layer.bias.copy_(layer._bias_shard(linear.bias))
+        layer.weight.requires_grad_(linear.weight.requires_grad)
+        if layer.bias is not None:
+            layer.bias.requires_grad_(linear.bias.requires_grad)
+        layer.train(linear.training)
+        return layer
+
+
+class ColumnParallelLinear(_LinearReplacement):
     """``nn.Linear`` whose output features are split over the ranks of a group.
 
     With ``sequence_parallel`` the input holds this rank's tokens and is gathered while it is multiplied, [T/W, in] ->
@@ -269,15 +336,10 @@ class ColumnParallelLinear(_ParallelLinear):
     _split_dim = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, shared = self._operands(x)
-        weight = self.weight.transpose(0, 1)
-        if self.sequence_parallel:
-            out = all_gather_matmul(rows, weight, **shared)
-            return _unflatten(out, x, x.shape[0] * self.group.world_size)
-        return _unflatten(replicated_matmul(rows, weight, **shared), x, x.shape[0])
+        return self._column_forward(x)
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(_LinearReplacement):
     """``nn.Linear`` whose input features are split over the ranks of a group.
 
     The ranks' products are summed. With ``sequence_parallel`` each rank keeps its own tokens of the sum, [T, in/W] ->
@@ -312,17 +374,99 @@ class RowParallelLinear(_ParallelLinear):
     _split_dim = 1
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, shared = self._operands(x)
-        weight = self.weight.transpose(0, 1)
-        if self.sequence_parallel:
-            if x.dim() > 2 and x.shape[0] % self.group.world_size:
-                raise ActiveShapeError(
-                    f"RowParallelLinear: the first dimension of the input must be divisible by the group size "
-                    f"{self.group.world_size}, got {list(x.shape)}; packing.pad_packed adds the missing pad tokens"
-                )
-            out = matmul_reduce_scatter(rows, weight, **shared)
-            return _unflatten(out, x, x.shape[0] // self.group.world_size)
-        return _unflatten(matmul_all_reduce(rows, weight, **shared), x, x.shape[0])
+        return self._row_forward(x)
+
+
+class Linear(_ParallelLinear):
+    """A linear layer with TransformerEngine's argument names: ``parallel_mode`` says how the ranks share it.
+
+    ``"column"``: :class:`ColumnParallelLinear`, ``"row"``: :class:`RowParallelLinear`; shapes, token counts, buffers
+    and ``main_grad`` are theirs. ``None``: every rank holds the whole layer and nothing is communicated; with
+    ``sequence_parallel`` it acts on this rank's tokens, so its gradients are partial sums and its parameters are marked
+    for ``all_reduce_replicated_gradients``.
+
+    ``state_dict``: ``weight``, and ``bias`` if there is one, this rank's shard; ``shard_state_dict`` makes it from the
+    full one.
+
+    Args:
+        in_features: columns of the full weight.
+        out_features: rows of the full weight.
+        bias: whether to add one.
+        parallel_mode: ``"column"``, ``"row"`` or None.
+        sequence_parallel: whether activations outside a column and row pair are split by tokens.
+        group: the ranks (TransformerEngine's ``tp_group``); every one of them builds the layer. Collective.
+        max_tokens: the largest T, a multiple of the group size; not needed without a ``parallel_mode``.
+        row_parts: equal parts that ``out_features`` is stacked from, such as gate and up; every rank holds a piece of
+            each. Column mode only.
+        params_dtype: of the parameters; bfloat16, float16 or float32. Torch's default dtype by default.
+        device: the group's device, or ``"meta"`` to fill the parameters later.
+        ub_overlap_ag: overlap the all-gather of the input (column), or that of the output's gradient (row).
+        ub_overlap_rs: row mode: overlap the reduce-scatter of the output.
+        ub_overlap_rs_dgrad: column mode: overlap the reduce-scatter of the input's gradient with its own product. It
+            goes before the bulk flags.
+        ub_bulk_dgrad: column mode: gather the input again beside the product of its gradient.
+        ub_bulk_wgrad: column mode: reduce-scatter the input's gradient beside the product of the weight's.
+        ub_name: ``"qkv"`` or ``"fc1"`` for a column, ``"proj"`` or ``"fc2"`` for a row; names the layer's GEMMs.
+
+    The flags choose the method of the layer's operations (``nn.overlap``) and never what is computed.
+
+    Raises:
+        ValueError: a setting does not fit, an overlap flag has no meaning for the ``parallel_mode`` or lacks
+            ``sequence_parallel``; the message says what would do.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        parallel_mode: str | None = None,
+        sequence_parallel: bool = False,
+        group: Group,
+        max_tokens: int | None = None,
+        row_parts: int = 1,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+    ) -> None:
+        kind = type(self).__name__
+        overlap = Overlap(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
+        overlap.check(kind, parallel_mode, sequence_parallel, ub_name)
+        if parallel_mode is not None and max_tokens is None:
+            raise ValueError(f'{kind}: parallel_mode="{parallel_mode}" needs max_tokens, the largest token count')
+        if row_parts < 1 or (row_parts > 1 and parallel_mode != "column"):
+            raise ValueError(f'{kind}: row_parts must be 1, or more with parallel_mode="column", got {row_parts}')
+        # Before the base class builds the shards, which depend on them.
+        self._split_dim = PARALLEL_MODES[parallel_mode]
+        self._parts = row_parts
+        self.method = choose_method(parallel_mode, overlap)
+        self.parallel_mode = parallel_mode
+        self.overlap = overlap
+        self.ub_name = ub_name
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            group=group,
+            max_tokens=0 if max_tokens is None else max_tokens,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=params_dtype,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._split_dim == 0:
+            return self._column_forward(x)
+        return self._row_forward(x) if self._split_dim == 1 else F.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, parallel_mode={self.parallel_mode}, method={self.method}"
 
 
 def _unflatten(out: Tensor, x: Tensor, first: int) -> Tensor:

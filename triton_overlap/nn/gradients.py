@@ -1,0 +1,58 @@
+"""Gradients of parameters that every rank holds and applies to its own tokens only.
+
+Under sequence parallelism a norm's weight sees T/W rows on each rank, so each rank's gradient is a partial sum. The
+modules mark such parameters with ``sequence_parallel = True``; other parameters' gradients are complete.
+
+Shape ledger (n elements of all marked gradients, W ranks)
+    flat       [W, n/W]     float32, zeros up to a multiple of 4 W elements
+    sum        all_gather(reduce_scatter(flat)), in rank order: the same bits on every rank
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..comm.group import Group
+from ..ops import all_gather, reduce_scatter
+
+__all__ = ["all_reduce_replicated_gradients", "mark_sequence_parallel"]
+
+
+def mark_sequence_parallel(module: nn.Module) -> None:
+    """Mark all of a module's parameters as applied to this rank's tokens only: a final norm or an embedding, say.
+
+    ``to_empty`` and ``load_state_dict(assign=True)`` make new parameters of plain modules: mark them afterwards.
+    """
+    for parameter in module.parameters():
+        parameter.sequence_parallel = True  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def all_reduce_replicated_gradients(module: nn.Module, group: Group) -> None:
+    """Sum the gradients of all parameters marked ``sequence_parallel`` over the ranks, in place.
+
+    Call it on every rank once a step: after the last microbatch's backward, before gradient clipping and the optimizer.
+    A second call would sum the sums. The first call for a set of parameters registers a buffer of their total size;
+    later ones allocate no symmetric memory. Sums are taken in float32 in a fixed order, so replicas stay bitwise equal.
+
+    Args:
+        module: the model. A marked parameter without a gradient is left alone; which ones have a gradient must be the
+            same on every rank.
+        group: the ranks that the modules are split over.
+
+    Raises:
+        CommError: the ranks disagree, or one did not arrive in time.
+        ValueError: the ranks have gradients of different total size.
+    """
+    grads = [p.grad for p in module.parameters() if getattr(p, "sequence_parallel", False) and p.grad is not None]
+    count, world_size = sum(grad.numel() for grad in grads), group.world_size
+    if count == 0 or world_size == 1:
+        return
+    columns = -(-count // (4 * world_size)) * 4  # rows of whole 16 bytes
+    buffer = group.user_buffer(world_size, columns, torch.float32)
+    flat = torch.zeros(world_size * columns, dtype=torch.float32, device=group.device)
+    torch.cat([grad.reshape(-1).to(torch.float32) for grad in grads], out=flat[:count])
+    total = all_gather(reduce_scatter(flat.view(world_size, columns), buffer=buffer), buffer=buffer).view(-1)[:count]
+    for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))

@@ -1,0 +1,97 @@
+"""Normalisation and a column-parallel linear layer in one module.
+
+Shape ledger (W ranks, T tokens, ``sequence_parallel`` on)
+    layer_norm_weight  [in]         on every rank; gradient is a partial sum over this rank's rows
+    layer_norm_bias    [in]         likewise; LayerNorm only
+    weight, bias       as ``Linear`` in column mode
+    input              [T/W, in]
+    forward            gather(norm(x)) @ w^T + bias  -> [T, out/W]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.group import Group
+from .linear import Linear
+from .norms import check_normalization, normalize
+
+__all__ = ["LayerNormLinear"]
+
+
+class LayerNormLinear(Linear):
+    """LayerNorm or RMSNorm of this rank's tokens, then a :class:`Linear` whose output features are split.
+
+    ``state_dict``: ``layer_norm_weight``, ``layer_norm_bias`` (LayerNorm only), both whole on every rank, and
+    ``Linear``'s. Under ``sequence_parallel`` the norm's parameters act on this rank's tokens only: they are marked with
+    ``sequence_parallel = True``, and ``all_reduce_replicated_gradients`` completes their gradients before the
+    optimizer steps.
+
+    Args:
+        in_features: columns of the full weight, and the size that is normalised.
+        out_features: rows of the full weight.
+        eps: added to the variance, or to the mean square.
+        bias: whether the linear layer adds one.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        parallel_mode: ``"column"`` or None. In row mode no rank would hold whole rows to normalise.
+        group: the ranks.
+        settings: the other keyword arguments of :class:`Linear`.
+
+    Raises:
+        ValueError: as ``Linear``, an unknown normalisation, or row mode.
+    """
+
+    layer_norm_weight: nn.Parameter
+    layer_norm_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        normalization: str = "LayerNorm",
+        parallel_mode: str | None = None,
+        group: Group,
+        **settings: Any,
+    ) -> None:
+        check_normalization(type(self).__name__, normalization)
+        if parallel_mode == "row":
+            raise ValueError(
+                'LayerNormLinear: parallel_mode must be "column" or None, got "row": its input\'s features are split '
+                "over the ranks, and the normalisation needs all of them; use a norm of your own before nn.Linear"
+            )
+        self.normalization = normalization
+        self.eps = eps
+        super().__init__(in_features, out_features, bias, parallel_mode=parallel_mode, group=group, **settings)
+
+    def _make_parameters(self, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
+        self.layer_norm_weight = nn.Parameter(torch.empty(self.in_features, device=device, dtype=dtype))
+        if self.normalization == "LayerNorm":
+            self.layer_norm_bias = nn.Parameter(torch.empty(self.in_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("layer_norm_bias", None)
+        super()._make_parameters(bias, device, dtype)
+
+    def _mark_parameters(self) -> None:
+        super()._mark_parameters()
+        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
+            if parameter is not None:
+                self._mark(parameter, None)
+
+    def reset_parameters(self) -> None:
+        """Draw the linear layer as :class:`Linear` does; the norm starts as the identity. Collective."""
+        super().reset_parameters()
+        nn.init.ones_(self.layer_norm_weight)
+        if self.layer_norm_bias is not None:
+            nn.init.zeros_(self.layer_norm_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(normalize(self.normalization, x, self.layer_norm_weight, self.layer_norm_bias, self.eps))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, normalization={self.normalization}, eps={self.eps}"

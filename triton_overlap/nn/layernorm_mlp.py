@@ -1,0 +1,149 @@
+"""Normalisation and the feed-forward part of a transformer layer in one module.
+
+Shape ledger (W ranks, T tokens, F the feed-forward size, ``sequence_parallel`` on)
+    fc1        [F/W, hidden]; with a gated activation [2 F/W, hidden], this rank's gate rows, then its up rows
+    fc2        [hidden, F/W]
+    input      [T/W, hidden]
+    fc1        gather(norm(x)) @ w^T              -> [T, F/W], or gate and up from one gather, [T, 2 F/W]
+    activation local                              -> [T, F/W]
+    output     reduce_scatter(.. @ fc2^T)         -> [T/W, hidden]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..comm.group import Group
+from .layernorm_linear import LayerNormLinear
+from .linear import Linear
+from .overlap import Overlap
+
+__all__ = ["ACTIVATIONS", "GATED_ACTIVATIONS", "LayerNormMLP"]
+
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+#: Activations by TransformerEngine's names, "gelu" with the tanh approximation as there; "gelu_exact" is torch's own.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": _gelu_tanh,
+    "gelu_exact": F.gelu,
+    "qgelu": _quick_gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "srelu": _squared_relu,
+}
+#: Gated ones, ``function(gate) * up``, and the function of each.
+GATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "geglu": _gelu_tanh,
+    "glu": torch.sigmoid,
+    "qgeglu": _quick_gelu,
+    "reglu": F.relu,
+    "sreglu": _squared_relu,
+    "swiglu": F.silu,
+}
+
+
+class LayerNormMLP(nn.Module):
+    """LayerNorm or RMSNorm, a column-parallel layer, an activation and a row-parallel layer.
+
+    T may change at every call, up to ``max_tokens``. Gate and up of a gated activation are rows of one weight, so one
+    product with one gather computes both.
+
+    ``state_dict``: ``fc1`` (a :class:`LayerNormLinear`) and ``fc2`` (a :class:`Linear`). The full ``fc1.weight`` of a
+    gated activation is the gate's [F, hidden] above up's [F, hidden].
+
+    Args:
+        hidden_size: of input and output.
+        ffn_hidden_size: F, divisible by the group size.
+        eps: of the normalisation.
+        bias: whether the linear layers add one.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        activation: a name in ``ACTIVATIONS`` or ``GATED_ACTIVATIONS``.
+        group: the ranks; every one of them builds the layer. Collective.
+        max_tokens: the largest T, a multiple of the group size.
+        sequence_parallel: whether input and output hold this rank's tokens only.
+        params_dtype: of the parameters; torch's default dtype by default.
+        device: the group's device, or ``"meta"``.
+        ub_overlap_ag: as in :class:`Linear`, like the other ``ub_`` flags; each goes to the layers it is meant for.
+
+    Raises:
+        ValueError: a setting does not fit; the message says what would.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        group: Group,
+        max_tokens: int,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS and activation not in GATED_ACTIVATIONS:
+            known = ", ".join(sorted({**ACTIVATIONS, **GATED_ACTIVATIONS}))
+            raise ValueError(f"LayerNormMLP: activation must be one of {known}, got {activation!r}")
+        self.activation = activation
+        parts = 2 if activation in GATED_ACTIVATIONS else 1
+        overlap = Overlap(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
+        shared: dict[str, Any] = {
+            "bias": bias,
+            "group": group,
+            "max_tokens": max_tokens,
+            "sequence_parallel": sequence_parallel,
+            "params_dtype": params_dtype,
+            "device": device,
+        }
+        self.fc1 = LayerNormLinear(
+            hidden_size,
+            parts * ffn_hidden_size,
+            eps,
+            normalization=normalization,
+            parallel_mode="column",
+            row_parts=parts,
+            ub_name="fc1",
+            **overlap.of("column"),
+            **shared,
+        )
+        self.fc2 = Linear(
+            ffn_hidden_size, hidden_size, parallel_mode="row", ub_name="fc2", **overlap.of("row"), **shared
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [T/W, hidden] or [S/W, batch, hidden] -> the same shape; T and S without ``sequence_parallel``."""
+        h = self.fc1(x)
+        if self.activation in GATED_ACTIVATIONS:
+            gate, up = h.chunk(2, dim=-1)
+            h = GATED_ACTIVATIONS[self.activation](gate) * up
+        else:
+            h = ACTIVATIONS[self.activation](h)
+        out: Tensor = self.fc2(h)
+        return out
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}"

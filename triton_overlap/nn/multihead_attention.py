@@ -1,0 +1,245 @@
+"""Multi-head self-attention whose heads are split over the ranks.
+
+Shape ledger (W ranks, T tokens, H heads and G key/value heads of size D, ``sequence_parallel`` on)
+    qkv weight [(H + 2 G) D / W, hidden]   groups of (H/G query heads, a key head, a value head), one after another
+    proj       [hidden, H D / W]
+    input      [T/W, hidden], or [S/W, batch, hidden]
+    qkv        gather(norm(x)) @ w^T       -> [T, (H + 2 G) D / W]
+    attention  local, this rank's heads    -> [T, H D / W]
+    output     reduce_scatter(.. @ proj^T) -> [T/W, hidden]
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.group import Group
+from .attention import packed_attention, plain_attention
+from .layernorm_linear import LayerNormLinear
+from .linear import Linear
+from .overlap import Overlap
+from .rotary import apply_rotary, document_positions
+
+__all__ = ["MultiheadAttention"]
+
+#: Whether each mask of TransformerEngine's is causal. The "padding" ones mean that sequences end where cu_seqlens says.
+_MASKS = {"causal": True, "padding_causal": True, "no_mask": False, "padding": False}
+
+
+class MultiheadAttention(nn.Module):
+    """Self-attention within documents (packed, ``cu_seqlens_q``) or within sequences (plain batches).
+
+    Heads and key/value heads are split over the ranks; the product with the query, key and value weights gathers the
+    tokens, the output projection scatters them. T may change at every call, up to ``max_tokens``.
+
+    ``state_dict``: ``qkv`` (a :class:`LayerNormLinear` with ``input_layernorm``, else a :class:`Linear`) and ``proj``.
+    The rows of the full ``qkv.weight`` are [num_gqa_groups, heads per group + 2, kv_channels]: for each key/value head
+    its query heads, then the key head, then the value head. ``nn.convert`` makes them from separate weights.
+
+    Args:
+        hidden_size: of input and output.
+        num_attention_heads: H, divisible by the group size and by ``num_gqa_groups``.
+        kv_channels: D, ``hidden_size / num_attention_heads`` by default.
+        attention_dropout: must be 0.
+        layernorm_epsilon: of the normalisation.
+        attn_mask_type: ``"causal"`` or ``"no_mask"``, and for packed batches also ``"padding_causal"`` and
+            ``"padding"``, which say the same.
+        num_gqa_groups: G, key/value heads, divisible by the group size; H by default.
+        input_layernorm: whether to normalise the input first.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        bias: whether the linear layers add one.
+        softmax_scale: of the scores; ``1 / sqrt(kv_channels)`` by default.
+        group: the ranks; every one of them builds the layer. Collective.
+        max_tokens: the largest T (for plain batches S times batch), a multiple of the group size.
+        sequence_parallel: whether input and output hold this rank's tokens only.
+        params_dtype: of the parameters; torch's default dtype by default.
+        device: the group's device, or ``"meta"``.
+        ub_overlap_ag: as in :class:`Linear`, like the other ``ub_`` flags; each goes to the layers it is meant for.
+
+    Raises:
+        ValueError: a setting does not fit; the message says what would.
+        NotImplementedError: dropout.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.0,
+        layernorm_epsilon: float = 1e-5,
+        *,
+        attn_mask_type: str = "causal",
+        num_gqa_groups: int | None = None,
+        input_layernorm: bool = False,
+        normalization: str = "LayerNorm",
+        bias: bool = True,
+        softmax_scale: float | None = None,
+        group: Group,
+        max_tokens: int,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        if kv_channels is None:
+            if hidden_size % num_attention_heads:
+                raise ValueError(
+                    f"MultiheadAttention: hidden_size must be divisible by num_attention_heads {num_attention_heads}, "
+                    f"got {hidden_size}; or give kv_channels, the size of a head"
+                )
+            kv_channels = hidden_size // num_attention_heads
+        _check_heads(num_attention_heads, kv_heads, group.world_size)
+        if attn_mask_type not in _MASKS:
+            raise ValueError(
+                f"MultiheadAttention: attn_mask_type must be one of {', '.join(_MASKS)}, got {attn_mask_type!r}"
+            )
+        if attention_dropout:
+            raise NotImplementedError(
+                f"MultiheadAttention: attention_dropout {attention_dropout} is not supported, since PyTorch's "
+                "variable-length kernel has none; set 0.0"
+            )
+        self.attn_mask_type = attn_mask_type
+        self.kv_channels = kv_channels
+        self.kv_heads = kv_heads // group.world_size
+        self.heads_per_group = num_attention_heads // kv_heads
+        self.softmax_scale = 1 / math.sqrt(kv_channels) if softmax_scale is None else softmax_scale
+
+        overlap = Overlap(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
+        shared: dict[str, Any] = {
+            "bias": bias,
+            "group": group,
+            "max_tokens": max_tokens,
+            "sequence_parallel": sequence_parallel,
+            "params_dtype": params_dtype,
+            "device": device,
+        }
+        column: dict[str, Any] = {"parallel_mode": "column", "ub_name": "qkv", **overlap.of("column"), **shared}
+        qkv_features = (num_attention_heads + 2 * kv_heads) * kv_channels
+        self.qkv: Linear
+        if input_layernorm:
+            self.qkv = LayerNormLinear(
+                hidden_size, qkv_features, layernorm_epsilon, normalization=normalization, **column
+            )
+        else:
+            self.qkv = Linear(hidden_size, qkv_features, **column)
+        self.proj = Linear(
+            num_attention_heads * kv_channels,
+            hidden_size,
+            parallel_mode="row",
+            ub_name="proj",
+            **overlap.of("row"),
+            **shared,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        rotary_pos_emb: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            hidden_states: packed [T/W, hidden], or a plain batch [S/W, batch, hidden]; T and S instead of T/W and S/W
+                without ``sequence_parallel``. Two dimensions without ``cu_seqlens_q`` are one document.
+            rotary_pos_emb: float32 [positions, 1, 1, R] from :class:`RotaryPositionEmbedding`, with as many positions
+                as the longest document has; positions start at 0 in each document.
+            cu_seqlens_q: [documents + 1], int32 or int64, on the group's device, the same on every rank: where each
+                document starts, counted over all T tokens, and T at the end. A pad document at the end
+                (``packing.pad_packed``) is a document like any other.
+            cu_seqlens_kv: for callers of TransformerEngine; the same tensor, or None.
+            max_seqlen_q: length of the longest document or more; T where it is None, which is right and on GPUs a
+                little slower.
+            max_seqlen_kv: for callers of TransformerEngine; the same number, or None.
+
+        Returns:
+            The shape and tokens of ``hidden_states``.
+
+        Raises:
+            ActiveShapeError: T breaks a rule of the active shape.
+            ValueError: the arguments do not belong together.
+        """
+        self._check_inputs(hidden_states, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+        qkv = self.qkv(hidden_states).unflatten(-1, (self.kv_heads, self.heads_per_group + 2, self.kv_channels))
+        query, key, value = qkv.split([self.heads_per_group, 1, 1], dim=-2)
+        query, key, value = query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2)
+        if rotary_pos_emb is not None:
+            angles = _angles(rotary_pos_emb, cu_seqlens_q, query)
+            query, key = apply_rotary(query, angles), apply_rotary(key, angles)
+        settings: dict[str, Any] = {"causal": _MASKS[self.attn_mask_type], "scale": self.softmax_scale}
+        if cu_seqlens_q is not None:
+            out = packed_attention(query, key, value, cu_seqlens_q, max_seqlen=max_seqlen_q, **settings)
+        elif hidden_states.dim() == 2:
+            out = plain_attention(*(x.unsqueeze(1) for x in (query, key, value)), **settings).squeeze(1)
+        else:
+            out = plain_attention(query, key, value, **settings)
+        projected: Tensor = self.proj(out.flatten(-2))
+        return projected
+
+    def _check_inputs(
+        self,
+        x: Tensor,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_kv: Tensor | None,
+        max_seqlen_q: int | None,
+        max_seqlen_kv: int | None,
+    ) -> None:
+        kind = type(self).__name__
+        if x.dim() not in (2, 3):
+            raise ValueError(f"{kind}: hidden_states must be [T, hidden] or [S, batch, hidden], got {list(x.shape)}")
+        if cu_seqlens_kv is not None and cu_seqlens_kv is not cu_seqlens_q:
+            raise ValueError(
+                f"{kind}: in self-attention cu_seqlens_kv must be the tensor given as cu_seqlens_q, or None"
+            )
+        if max_seqlen_kv is not None and max_seqlen_kv != max_seqlen_q:
+            raise ValueError(
+                f"{kind}: in self-attention max_seqlen_kv must be max_seqlen_q {max_seqlen_q}, or None, "
+                f"got {max_seqlen_kv}"
+            )
+        if cu_seqlens_q is not None and x.dim() != 2:
+            raise ValueError(
+                f"{kind}: with cu_seqlens_q the tokens are packed, [T, hidden], got {list(x.shape)}; flatten them"
+            )
+        if cu_seqlens_q is None and self.attn_mask_type.startswith("padding"):
+            raise ValueError(
+                f"{kind}: attn_mask_type {self.attn_mask_type!r} needs cu_seqlens_q; pack the batch, or use "
+                '"causal" or "no_mask" for sequences of one length'
+            )
+
+
+def _angles(rotary_pos_emb: Tensor, cu_seqlens: Tensor | None, query: Tensor) -> Tensor:
+    """What ``apply_rotary`` takes for ``query`` [T, heads, D] or [S, batch, heads, D]."""
+    if query.dim() == 3:
+        table = rotary_pos_emb.flatten(1, 2)
+        if cu_seqlens is not None:
+            return table[document_positions(cu_seqlens, query.shape[0])]
+        return table.narrow(0, 0, query.shape[0])
+    return rotary_pos_emb.narrow(0, 0, query.shape[0])
+
+
+def _check_heads(heads: int, kv_heads: int, world_size: int) -> None:
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(
+            f"MultiheadAttention: num_attention_heads must be divisible by num_gqa_groups, got {heads} and {kv_heads}"
+        )
+    if kv_heads % world_size:
+        raise ValueError(
+            f"MultiheadAttention: num_gqa_groups must be divisible by the group size {world_size}, so that each rank "
+            f"gets whole key/value heads, got {kv_heads}; use a group of {math.gcd(kv_heads, world_size)} ranks, or "
+            f"repeat the heads in the checkpoint until there are {math.lcm(kv_heads, world_size)}"
+        )

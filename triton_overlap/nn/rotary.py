@@ -1,0 +1,77 @@
+"""Rotary position embedding whose positions start again in each document of a packed batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["RotaryPositionEmbedding", "apply_rotary", "document_positions"]
+
+
+class RotaryPositionEmbedding(nn.Module):
+    """Angles of the rotary embedding (Su et al., RoFormer), for the ``rotary_pos_emb`` argument of the layers.
+
+    Position p turns the pair of features (i, i + R/2) of a head by ``p * rotary_base ** (-2 i / R)``, where R is the
+    number of rotated features: the convention of Llama in Transformers, and of TransformerEngine where it does not
+    interleave.
+
+    Args:
+        dim: size of a head.
+        rotary_percent: share of a head's features that are rotated, the first ones.
+        rotary_base: of the angles.
+        device: of the result.
+
+    Raises:
+        ValueError: the rotated features are none, or not an even number.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000.0,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.features = int(dim * rotary_percent)
+        if not 0 < self.features <= dim or self.features % 2:
+            raise ValueError(
+                f"RotaryPositionEmbedding: dim * rotary_percent must be an even number from 2 to {dim}, "
+                f"got {self.features}"
+            )
+        self.rotary_base = float(rotary_base)
+        self.device = device
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """float32 [max_seq_len, 1, 1, R]: the angles of positions ``offset`` and up, each once for either half."""
+        positions = torch.arange(offset, offset + max_seq_len, dtype=torch.float32, device=self.device)
+        exponents = torch.arange(0, self.features, 2, dtype=torch.float32, device=self.device) / self.features
+        angles = torch.outer(positions, self.rotary_base**-exponents)
+        return torch.cat([angles, angles], dim=-1)[:, None, None, :]
+
+
+def document_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Each token's position in its own document: [tokens], the dtype of ``cu_seqlens``. Reads nothing back.
+
+    Numeric example: ``cu_seqlens`` [0, 3, 5] -> [0, 1, 2, 0, 1].
+
+    Args:
+        cu_seqlens: [documents + 1], where each document starts, and ``tokens`` at the end.
+        tokens: T.
+    """
+    index = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return index - cu_seqlens[torch.searchsorted(cu_seqlens, index, right=True) - 1]
+
+
+def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn the first R features of each head; computed in float32 at least, returned in ``x``'s dtype.
+
+    Args:
+        x: [.., heads, D].
+        angles: [.., 1, R], one for all heads.
+    """
+    rotated, rest = x.split([angles.shape[-1], x.shape[-1] - angles.shape[-1]], dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
+    turned = rotated * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
+    return torch.cat([turned.to(x.dtype), rest], dim=-1)
