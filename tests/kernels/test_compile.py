@@ -104,7 +104,8 @@ def test_one_compilation_serves_every_token_count(dtype: str, sizes: str) -> Non
     assert not any(report["spills"].values())
     if sizes == "descriptors":
         assert set(report["descriptors"]) == GEMMS
-        assert "all_gather_matmul_kernel" in report["proxy_fences"]
+        # Both read through descriptors what a peer stored.
+        assert {"all_gather_matmul_kernel", "matmul_reduce_scatter_kernel"} <= set(report["proxy_fences"])
         assert set(report["tensor_cores"]) == (set() if dtype == "float32" else GEMMS)
 
 

@@ -18,9 +18,8 @@ tiles (W-1 chunks), d = min(delay, tiles of a chunk) and k = PUSHES_PER_OWN_TILE
 
 Example, W 2, three tiles a chunk, d 2, k 2: P0 P1 | >0 P2 | >1 >2 O0 | O1 O2.
 
-Pushes go in batches before own tiles because they are short: done first, they leave the programs level for the last
-wave of tiles. (A list-scheduling model of 132 programs, tile 45 us, push 5 us, gives 5 % at two waves a chunk, against
-k = 1.)
+Pushes go in small batches before own tiles because they are short: done first, they leave the programs level for the
+last wave of tiles. Large batches would queue for the link.
 
 Progress, with however few programs resident, since each works off its tasks in queue order: a push waits for a tile
 that stands before it in the queue, claimed by a program that waits for nothing until the tile is staged. An own tile j
@@ -73,10 +72,11 @@ from .tiles import (
     tile_position,
 )
 
-#: Tasks between a tile and its push, for each program: every other task is a push, so about one tile's time.
-DELAY_PER_PROGRAM = 2
+#: Tasks between a tile and its push, for each program. Every other task is a push, so half a tile's time; more let
+#: pushes pile up, and they share one link.
+DELAY_PER_PROGRAM = 1
 #: Pushes that stand together before an own tile.
-PUSHES_PER_OWN_TILE = tl.constexpr(16)
+PUSHES_PER_OWN_TILE = tl.constexpr(4)
 
 PEER_TILE = tl.constexpr(0)
 PUSH = tl.constexpr(1)
@@ -108,34 +108,39 @@ def _queue_entry(task, peer_tiles, delay):
 
 
 @triton.jit
-def _add_partials(value, slot_ptr, buffer_ptr, row, rows, col, N, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
+def _add_partials(
+    value, slot_desc, slot_ptr, buffer_ptr, row, rows, col, N, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Add what every peer put into this rank's slot for a block, in the fixed order of the module's page."""
-    rank = tl.load(buffer_ptr + RANK)
-    world_size = tl.load(buffer_ptr + WORLD_SIZE)
+    rank = tl.load(buffer_ptr + RANK).to(tl.int32)
+    world_size = tl.load(buffer_ptr + WORLD_SIZE).to(tl.int32)
     block_rows = row + tl.arange(0, BLOCK_M)
     cols = col + tl.arange(0, COLUMNS)
     mask = (block_rows < rows)[:, None] & (cols < N)[None, :]
     for step in range(1, world_size):
         source = (rank + step) % world_size
-        pointers = slot_ptr + (source * rows + block_rows)[:, None] * N + cols[None, :]
-        value += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        if slot_desc is not None:
+            value += slot_desc.load([source, row, col]).reshape(BLOCK_M, COLUMNS).to(tl.float32)
+        else:
+            pointers = slot_ptr + (source * rows + block_rows).to(tl.int64)[:, None] * N + cols[None, :]
+            value += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     return value
 
 
 @triton.jit
 def _store_own(
-    out_desc, out_ptr, bias_ptr, slot_ptr, buffer_ptr, acc, row, rows, col, N,
+    out_desc, out_ptr, bias_ptr, slot_desc, slot_ptr, buffer_ptr, acc, row, rows, col, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     if BLOCK_N > MAX_STORE_COLUMNS:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = split_columns(acc, BLOCK_M, BLOCK_N)
-        left = _add_partials(left, slot_ptr, buffer_ptr, row, rows, col, N, BLOCK_M, HALF)
+        left = _add_partials(left, slot_desc, slot_ptr, buffer_ptr, row, rows, col, N, BLOCK_M, HALF)
         store_block(out_desc, out_ptr, bias_ptr, left, 0, row, rows, col, N, BLOCK_M, HALF)
-        right = _add_partials(right, slot_ptr, buffer_ptr, row, rows, col + HALF, N, BLOCK_M, HALF)
+        right = _add_partials(right, slot_desc, slot_ptr, buffer_ptr, row, rows, col + HALF, N, BLOCK_M, HALF)
         store_block(out_desc, out_ptr, bias_ptr, right, 0, row, rows, col + HALF, N, BLOCK_M, HALF)
     else:
-        acc = _add_partials(acc, slot_ptr, buffer_ptr, row, rows, col, N, BLOCK_M, BLOCK_N)
+        acc = _add_partials(acc, slot_desc, slot_ptr, buffer_ptr, row, rows, col, N, BLOCK_M, BLOCK_N)
         store_block(out_desc, out_ptr, bias_ptr, acc, 0, row, rows, col, N, BLOCK_M, BLOCK_N)
 
 
@@ -155,7 +160,7 @@ def _stage_tile(staging_ptr, acc, owner, row, rows, col, N, BLOCK_M: tl.constexp
 
 @triton.jit(do_not_specialize=["epoch", "rows", "delay", "operation"])
 def matmul_reduce_scatter_kernel(
-    buffer_ptr,  # int64 table of the user buffer
+    buffer_ptr, slot_desc,  # int64 table of the user buffer, and its slot as [W, rows, N]
     a_ptr, a_desc,  # [W, rows, K]
     b_ptr, b_desc, stride_b,  # [K, N], or [N, K] with B_K_MAJOR
     out_ptr, out_desc, bias_ptr,  # [rows, N] row-major, and [N] or None
@@ -227,7 +232,19 @@ def matmul_reduce_scatter_kernel(
                         ok = wait_flags(buffer_ptr, own_flags, tile, 1, epoch, operation, AT_DATA, source, 1)
                 if ok == 1:
                     _store_own(
-                        out_desc, out_ptr, bias_ptr, slot_ptr, buffer_ptr, acc, row, rows, col, N, BLOCK_M, BLOCK_N
+                        out_desc,
+                        out_ptr,
+                        bias_ptr,
+                        slot_desc,
+                        slot_ptr,
+                        buffer_ptr,
+                        acc,
+                        row,
+                        rows,
+                        col,
+                        N,
+                        BLOCK_M,
+                        BLOCK_N,
                     )
         task = claim_task(buffer_ptr)
     if (ok == 1) & (agreed == 0):
@@ -269,6 +286,9 @@ def launch(
             group.backend.num_programs,
             {"num_warps": config.num_warps, "num_stages": config.num_stages},
             buffer_ptr=buffer.table,
+            slot_desc=chunk_descriptor(
+                buffer.gathered(tokens), rows, [config.BLOCK_M, config.store_columns], descriptors
+            ),
             a_ptr=a,
             a_desc=chunk_descriptor(a, rows, [config.BLOCK_M, config.BLOCK_K], descriptors),
             bias_ptr=bias,
