@@ -66,8 +66,14 @@ class LayerNormLinear(Linear):
                 "over the ranks, and the normalisation needs all of them; use a norm of your own before nn.Linear"
             )
         self.normalization = normalization
-        self.eps = eps
+        self._eps = repr(float(eps))
         super().__init__(in_features, out_features, bias, parallel_mode=parallel_mode, group=group, **settings)
+
+    @property
+    def eps(self) -> float:
+        # Kept as text, a constant to torch.compile, which with dynamic shapes takes a float attribute for an input that
+        # may change, and compiles a second time when it finds that it does not.
+        return float(self._eps)
 
     def _make_parameters(self, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
         self.layer_norm_weight = nn.Parameter(torch.empty(self.in_features, device=device, dtype=dtype))

@@ -113,7 +113,7 @@ class MultiheadAttention(nn.Module):
         self.kv_channels = kv_channels
         self.kv_heads = kv_heads // group.world_size
         self.heads_per_group = num_attention_heads // kv_heads
-        self.softmax_scale = 1 / math.sqrt(kv_channels) if softmax_scale is None else softmax_scale
+        self._softmax_scale = repr(1 / math.sqrt(kv_channels) if softmax_scale is None else float(softmax_scale))
 
         overlap = Overlap(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
         shared: dict[str, Any] = {
@@ -141,6 +141,10 @@ class MultiheadAttention(nn.Module):
             **overlap.of("row"),
             **shared,
         )
+
+    @property
+    def softmax_scale(self) -> float:
+        return float(self._softmax_scale)  # kept as text for the reason given at LayerNormLinear.eps
 
     def forward(
         self,

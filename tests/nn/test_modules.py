@@ -1,0 +1,146 @@
+"""Transformer modules on rank processes, in the simulator and on GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import Ranks
+from tests.nn import module_bodies as bodies
+from tests.nn.module_bodies import BULK, ROW, RS_DGRAD, Case
+from tests.nn.plain import Shape
+from tests.ops.cases import in_simulator, on_ranks
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CPU = Case(Shape(hidden=32, heads=8, kv_heads=4, head_dim=8, ffn=48), tokens=(11, 1, 16), capacity=16)
+TINY = Case(Shape(hidden=16, heads=2, kv_heads=2, head_dim=8, ffn=16), tokens=(5,), capacity=8)
+GPU = Case(
+    Shape(hidden=1536, heads=32, kv_heads=32, head_dim=48, ffn=6144), tokens=(2048, 1, 1000, 1929), capacity=2048
+)
+
+#: Linear layers: dtype, parallel mode, flags, normalisation.
+LINEAR: list[tuple[Any, ...]] = [
+    (BF16, "row", ROW),
+    (BF16, "column", BULK),
+    (BF16, "column", RS_DGRAD),
+    (BF16, "column", BULK, "LayerNorm"),
+    (BF16, "column", RS_DGRAD, "RMSNorm"),
+    (FP32, None, {}, "LayerNorm"),
+]
+#: Blocks: dtype, part, changes to the shape, changes to the case.
+LLAMA: dict[str, Any] = {"rms": True, "activation": "swiglu", "bias": False, "rotary": True}
+RS_DGRAD_FLAGS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad")
+BLOCKS: list[tuple[Any, ...]] = [
+    (BF16, "mlp", {}, {}),
+    (FP16, "mlp", {"rms": True, "activation": "swiglu"}, {"flags": RS_DGRAD_FLAGS}),
+    (BF16, "attention", {"rotary": True}, {}),
+    (FP32, "attention", {"causal": False}, {"flags": RS_DGRAD_FLAGS}),
+    (BF16, "layer", {}, {}),
+    (BF16, "layer", LLAMA, {"flags": RS_DGRAD_FLAGS}),
+    (FP32, "layer", LLAMA, {}),
+    (FP32, "layer", LLAMA, {"sequence_parallel": False}),
+    (FP32, "layer", {"rotary": True}, {"batch": 2}),
+    (BF16, "stack", LLAMA, {}),
+    (FP32, "stack", {}, {"sequence_parallel": False, "flags": ()}),
+]
+PACKED_LLAMA = replace(CPU, shape=replace(CPU.shape, **LLAMA))
+
+
+def _name(value: Any) -> str:
+    return "-".join(_part(part) for part in value if part not in ({}, None))
+
+
+def _part(value: Any) -> str:
+    if isinstance(value, dict):
+        return "+".join(
+            key.removeprefix("ub_") if item is True else f"{key}={_part(item)}" for key, item in value.items()
+        )
+    if isinstance(value, tuple):
+        return ",".join(flag.removeprefix("ub_") for flag in value)
+    return str(value).removeprefix("torch.")
+
+
+def _run_block(ranks: Ranks | int, case: Case, args: tuple[Any, ...]) -> None:
+    dtype, part, shape, changes = args
+    on_ranks(ranks, bodies.blocks, replace(case, shape=replace(case.shape, **shape), **changes), dtype, part)
+
+
+@pytest.mark.parametrize("args", LINEAR, ids=_name)
+def test_linear(args: tuple[Any, ...]) -> None:
+    on_ranks(2, bodies.linear, CPU, *args)
+
+
+@pytest.mark.parametrize("mode", ("column", "row"))
+def test_linear_without_sequence_parallelism(mode: str) -> None:
+    on_ranks(2, bodies.linear, replace(CPU, sequence_parallel=False), FP32, mode, {})
+
+
+@pytest.mark.parametrize("args", BLOCKS, ids=_name)
+def test_block(args: tuple[Any, ...]) -> None:
+    _run_block(2, CPU, args)
+
+
+@pytest.mark.parametrize("world_size, case", ((1, CPU), (4, replace(CPU, tokens=(11, 16)))), ids=("1", "4"))
+def test_layer_of_other_group_sizes(world_size: int, case: Case) -> None:
+    _run_block(world_size, case, (FP32, "layer", LLAMA, {}))
+
+
+@pytest.mark.parametrize("sequence_parallel", (True, False))
+@pytest.mark.parametrize("body", (bodies.microbatches, bodies.recomputation), ids=lambda body: body.__name__)
+def test_modes(body: bodies.Body, sequence_parallel: bool) -> None:
+    on_ranks(2, body, replace(PACKED_LLAMA, sequence_parallel=sequence_parallel), FP32)
+
+
+@pytest.mark.parametrize(
+    "body",
+    (bodies.conversion, bodies.marks, bodies.replicated_gradients, bodies.settings),
+    ids=lambda body: body.__name__,
+)
+def test_state(body: bodies.Body) -> None:
+    on_ranks(2, body, CPU)
+
+
+def test_compiled() -> None:
+    on_ranks(2, bodies.compiled, replace(PACKED_LLAMA, tokens=(12, 16, 7)))
+
+
+@pytest.mark.long
+def test_compiled_at_50_counts() -> None:
+    on_ranks(2, bodies.compiled, replace(PACKED_LLAMA, tokens=tuple(range(103, 3, -2)), capacity=104))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_in_simulator(seed: int) -> None:
+    in_simulator(2, seed, bodies.blocks, replace(TINY, shape=replace(TINY.shape, **LLAMA)), FP32, "layer")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("args", LINEAR, ids=_name)
+def test_linear_on_gpus(gpu_ranks: Ranks, args: tuple[Any, ...]) -> None:
+    on_ranks(gpu_ranks, bodies.linear, GPU, *args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("args", [*BLOCKS, (BF16, "layer", {**LLAMA, "kv_heads": 8}, {})], ids=_name)
+def test_block_on_gpus(gpu_ranks: Ranks, args: tuple[Any, ...]) -> None:
+    _run_block(gpu_ranks, GPU, args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("body", (bodies.microbatches, bodies.recomputation), ids=lambda body: body.__name__)
+def test_modes_on_gpus(gpu_ranks: Ranks, body: bodies.Body) -> None:
+    on_ranks(gpu_ranks, body, replace(GPU, shape=replace(GPU.shape, **LLAMA)), FP32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("body", (bodies.conversion, bodies.marks, bodies.replicated_gradients, bodies.settings))
+def test_state_on_gpus(body: bodies.Body) -> None:
+    on_ranks(Ranks(2, "cuda"), body, GPU)
+
+
+@pytest.mark.gpu
+def test_compiled_on_gpus() -> None:
+    on_ranks(Ranks(2, "cuda"), bodies.compiled, replace(GPU, shape=replace(GPU.shape, **LLAMA)))
