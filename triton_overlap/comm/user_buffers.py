@@ -123,6 +123,7 @@ class UserBuffer:
         self.memory = group.symmetric_empty(layout.num_bytes)
         self.local = group.backend.local_zeros(layout.local_bytes)
         staging = self.local.data_ptr()
+        numel = self.capacity_shape[0] * self.capacity_shape[1]
         words = [0] * int(TableWord.PEERS)
         words[TableWord.RANK] = group.rank
         words[TableWord.WORLD_SIZE] = group.world_size
@@ -139,6 +140,12 @@ class UserBuffer:
         words[TableWord.TIMEOUT_NS] = int(group.timeout_s * 1e9)
         head = torch.tensor(words, dtype=torch.int64, device=group.device)
         self.table = torch.cat([head, self.memory.table, group.control_table])
+        self._slots = [
+            self.memory.local[layout.data_offset(slot, 0) :][: layout.slot_bytes]
+            .view(self.dtype)[:numel]
+            .view(self.capacity_shape)
+            for slot in (0, 1)
+        ]
 
     def renew(self, epoch: int) -> None:
         """Collective, for ``group.recover``: fresh memory, going on from ``epoch``."""
@@ -216,10 +223,7 @@ class UserBuffer:
     def slot(self, index: int) -> torch.Tensor:
         """View [max_tokens, hidden] of slot ``index``, this rank's copy."""
         self._check_open()
-        begin = self.layout.data_offset(index, 0)
-        tokens, hidden = self.capacity_shape
-        size = tokens * hidden * self.dtype.itemsize
-        return self.memory.local[begin : begin + size].view(self.dtype).view(tokens, hidden)
+        return self._slots[index]
 
     def gathered(self, tokens: int) -> torch.Tensor:
         """View [tokens, hidden] of the last call's slot. It never leaves the library: copy what must outlive it."""
@@ -235,7 +239,12 @@ class UserBuffer:
         if not self.closed:
             self.closed = True
             self.group.backend.free(self.memory)
-            del self.memory, self.local, self.table  # a closed buffer that somebody still holds holds no memory
+            del (
+                self.memory,
+                self.local,
+                self.table,
+                self._slots,
+            )  # a closed buffer that somebody still holds holds no memory
 
     @property
     def registered_bytes(self) -> int:

@@ -214,7 +214,7 @@ def launch(
             pushes = 0
             if gather:
                 gathered[rank * rows : (rank + 1) * rows].copy_(x)
-        descriptors = use_descriptors(config, x, gathered, stored_b.matrix, out)
+        descriptors = use_descriptors(config, x, stored_b.matrix, out)  # the slot is aligned, and has the rows of x
         launch_kernel(
             all_gather_matmul_kernel,
             group.backend.num_programs,

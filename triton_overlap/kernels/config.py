@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,7 @@ def _power_of_two(value: int, low: int, high: int) -> int:
     return max(low, min(high, 1 << (value - 1).bit_length()))
 
 
+@functools.cache
 def tile_config(dtype: torch.dtype, n: int, k: int, *, interpreted: bool) -> TileConfig:
     """The configuration for a GEMM with N ``n`` and K ``k`` in ``dtype``, whatever its token count.
 

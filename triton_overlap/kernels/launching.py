@@ -1,8 +1,9 @@
 """The one place that launches kernels: it counts compilation keys, under the interpreter too.
 
 Triton compiles a kernel anew for each combination of constexprs, argument types, and, unless told not to specialise, of
-"is 1" and "divisible by 16" for integers and "aligned to 16 bytes" for pointers. A key computed here has the same
-parts, so a token count that would compile on a GPU is seen on a machine without one.
+"is 1" and "divisible by 16" for integers and "aligned to 16 bytes" for pointers. Where kernels are compiled its own
+caches are counted. Where they are interpreted a key with the same parts is computed here, so a token count that would
+compile on a GPU is seen on a machine without one; tests compare the two.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..comm.device import INTERPRETED
+
 #: Run-time arguments that are written in capitals all the same, as in the field; every other name in capitals is a
 #: constexpr.
 _RUNTIME_SIZES = ("N", "K", "T")
 
 _keys: set[tuple[Any, ...]] = set()
+_compiled_kernels: set[Any] = set()
 
 
 def specializations() -> int:
     """Distinct kernel compilation keys this process has used so far."""
-    return len(_keys)
+    compiled = sum(len(caches[0]) for kernel in _compiled_kernels for caches in kernel.device_caches.values())
+    return len(_keys) + compiled
 
 
 def _argument_key(name: str, value: Any, specialise: bool) -> Any:
@@ -52,5 +57,8 @@ def compilation_key(kernel: Any, options: dict[str, int], arguments: dict[str, A
 
 def launch_kernel(kernel: Any, num_programs: int, options: dict[str, int], **arguments: Any) -> None:
     """Launch ``kernel`` on a one-dimensional grid."""
-    _keys.add(compilation_key(kernel, options, arguments))
+    if INTERPRETED.value:
+        _keys.add(compilation_key(kernel, options, arguments))
+    else:
+        _compiled_kernels.add(kernel)
     kernel[(num_programs,)](**arguments, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +55,24 @@ def use_descriptors(config: TileConfig, *matrices: torch.Tensor) -> bool:
     return config.descriptors and all(fits_descriptor(matrix) for matrix in matrices)
 
 
+#: Fields of a descriptor beside the four that are given, with their defaults; they differ between versions of Triton.
+_DESCRIPTOR_DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(TensorDescriptor)
+    if field.default is not dataclasses.MISSING
+}
+
+
+def _new_descriptor(base: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    # The constructor checks all that fits_descriptor and TileConfig have checked already, for 5 us a descriptor.
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(_DESCRIPTOR_DEFAULTS, base=base, shape=shape, strides=strides, block_shape=block)
+    return made
+
+
 def descriptor(matrix: torch.Tensor, block: list[int], wanted: bool) -> TensorDescriptor | None:
-    return TensorDescriptor.from_tensor(matrix, block) if wanted else None
+    """A descriptor of row-major ``matrix``, or None where none is wanted."""
+    return _new_descriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], block) if wanted else None
 
 
 def chunk_descriptor(matrix: torch.Tensor, rows: int, block: list[int], wanted: bool) -> TensorDescriptor | None:
@@ -64,7 +81,7 @@ def chunk_descriptor(matrix: torch.Tensor, rows: int, block: list[int], wanted: 
         return None
     columns = matrix.shape[1]
     shape = [matrix.shape[0] // rows, rows, columns]
-    return TensorDescriptor(matrix, shape, [rows * columns, columns, 1], [1, *block])
+    return _new_descriptor(matrix, shape, [rows * columns, columns, 1], [1, *block])
 
 
 def gemm_arguments(config: TileConfig, b: StoredB, out: torch.Tensor, rows: int, descriptors: bool) -> dict[str, Any]:
