@@ -23,18 +23,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comm": {"errors"},
     "comm.backends": {"comm", "errors"},
     "comm.backends.sim": {"comm", "errors"},
+    "comm.networks": {"comm", "errors"},
     "sim": {"comm", "comm.backends.sim", "errors"},  # which makes its own groups
     "kernels": {"comm", "errors"},
-    "ops": {"kernels", "comm", "errors"},
+    "expert_buffer": {"kernels", "comm", "errors"},
+    "ops": {"expert_buffer", "kernels", "comm", "errors"},
     "nn": {"ops", "comm", "errors"},
     # The entry to the package gathers what is public.
-    "": {"comm", "errors", "nn", "ops", "packing", "sim", "kernels"},
+    "": {"comm", "errors", "expert_buffer", "nn", "ops", "packing", "sim", "kernels"},
     # Benchmarks use the package from outside, and check their results.
     "bench": {"", "reference"},
 }
 #: Imports against the directions that load late, inside a function, and why each must.
 LATE = {
     ("comm.group", "comm.backends"): "a group loads only the backend it was asked for",
+    ("comm.network", "comm.networks"): "a buffer loads only the network it was asked for",
     ("comm.backends.sim", "sim"): "the backend is made by the simulator and names its types",
 }
 #: Modules of plain Python: usable and testable where Triton is not installed.

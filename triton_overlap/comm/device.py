@@ -41,6 +41,7 @@ TIMEOUT_NS = tl.constexpr(int(TableWord.TIMEOUT_NS))
 PEERS = tl.constexpr(int(TableWord.PEERS))
 TASK = tl.constexpr(int(StateWord.TASK))
 DONE = tl.constexpr(int(StateWord.DONE))
+EPOCH = tl.constexpr(int(StateWord.EPOCH))
 HEADER_WORDS = tl.constexpr(_HEADER_WORDS)
 RECORD_WORDS = tl.constexpr(_RECORD_WORDS)
 
@@ -57,6 +58,8 @@ MISMATCH = tl.constexpr(2)
 AT_HEADER = tl.constexpr(1)
 AT_DATA = tl.constexpr(2)
 AT_STAGING = tl.constexpr(3)
+AT_SIGNAL = tl.constexpr(4)
+AT_PARTS = tl.constexpr(5)
 
 
 @triton.jit
@@ -207,22 +210,29 @@ def _relay_record(buffer_ptr, reporter):
 
 @triton.jit
 def send_headers(buffer_ptr, epoch, tokens, n, k, operation):
-    """Open a call: tell every peer the epoch, the token count, N, K and the operation.
-
-    Each word carries the epoch in its upper half and is stored atomically, so that no order among them is needed.
-    """
+    """Open a call: tell every peer the epoch, the token count, N, K and the operation."""
     rank = tl.load(buffer_ptr + RANK)
     world_size = tl.load(buffer_ptr + WORLD_SIZE)
-    row = (epoch & 1).to(tl.int64) * world_size + rank
-    lane = tl.arange(0, HEADER_WORDS)
     for step in range(1, world_size):
-        header = peer_address(buffer_ptr, (rank + step) % world_size) + tl.load(buffer_ptr + HEADERS)
-        header_ptr = header.to(tl.pointer_type(tl.int64)) + row * HEADER_WORDS + lane
-        tl.atomic_xchg(header_ptr, _header(epoch, tokens, n, k, operation), sem="release", scope="sys")
+        send_header(buffer_ptr, (rank + step) % world_size, epoch, tokens, n, k, operation)
 
 
 @triton.jit
-def _header(epoch, tokens, n, k, operation):
+def send_header(buffer_ptr, peer, epoch, tokens, n, k, operation):
+    """Open a call towards ``peer``. What the program stored before its last ``tl.debug_barrier`` comes before it.
+
+    Each word carries the epoch in its upper half and is stored atomically, so that no order among them is needed.
+    """
+    row = (epoch & 1).to(tl.int64) * tl.load(buffer_ptr + WORLD_SIZE) + tl.load(buffer_ptr + RANK)
+    lane = tl.arange(0, HEADER_WORDS)
+    header = peer_address(buffer_ptr, peer) + tl.load(buffer_ptr + HEADERS)
+    header_ptr = header.to(tl.pointer_type(tl.int64)) + row * HEADER_WORDS + lane
+    tl.atomic_xchg(header_ptr, header_words(epoch, tokens, n, k, operation), sem="release", scope="sys")
+
+
+@triton.jit
+def header_words(epoch, tokens, n, k, operation):
+    """The HEADER_WORDS int64 words of a header."""
     lane = tl.arange(0, HEADER_WORDS)
     value = tl.where(lane == 0, operation, tl.where(lane == 1, tokens, tl.where(lane == 2, n, k)))
     return (epoch.to(tl.int64) << 32) | value.to(tl.int64)
@@ -237,43 +247,92 @@ def wait_headers(buffer_ptr, first, last, epoch, tokens, n, k, operation):
     """
     rank = tl.load(buffer_ptr + RANK)
     world_size = tl.load(buffer_ptr + WORLD_SIZE)
-    lane = tl.arange(0, HEADER_WORDS)
-    expected = _header(epoch, tokens, n, k, operation)
     ok = tl.full((), 1, tl.int32)
     for step in range(first, last):
         if ok == 1:
-            peer = (rank + step) % world_size
-            address = peer_address(buffer_ptr, rank) + tl.load(buffer_ptr + HEADERS)
-            row = (epoch & 1).to(tl.int64) * world_size + peer
-            header_ptr = address.to(tl.pointer_type(tl.int64)) + row * HEADER_WORDS + lane
-            seen = tl.atomic_add(header_ptr, tl.zeros_like(expected), sem="acquire", scope="sys")
-            polls = tl.full((), 0, tl.int32)
-            start = now_ns(buffer_ptr)
-            while (ok == 1) & (tl.sum(((seen >> 32) != epoch).to(tl.int32)) > 0):
+            ok = wait_header(buffer_ptr, (rank + step) % world_size, epoch, tokens, n, k, operation)
+    return ok
+
+
+@triton.jit
+def wait_header(buffer_ptr, peer, epoch, tokens, n, k, operation):
+    """Wait for the header of ``peer``, and compare it. Returns 1 when it agrees, else 0."""
+    rank = tl.load(buffer_ptr + RANK)
+    world_size = tl.load(buffer_ptr + WORLD_SIZE)
+    lane = tl.arange(0, HEADER_WORDS)
+    expected = header_words(epoch, tokens, n, k, operation)
+    ok = tl.full((), 1, tl.int32)
+    address = peer_address(buffer_ptr, rank) + tl.load(buffer_ptr + HEADERS)
+    row = (epoch & 1).to(tl.int64) * world_size + peer
+    header_ptr = address.to(tl.pointer_type(tl.int64)) + row * HEADER_WORDS + lane
+    seen = tl.atomic_add(header_ptr, tl.zeros_like(expected), sem="acquire", scope="sys")
+    polls = tl.full((), 0, tl.int32)
+    start = now_ns(buffer_ptr)
+    while (ok == 1) & (tl.sum(((seen >> 32) != epoch).to(tl.int32)) > 0):
+        seen = tl.atomic_add(header_ptr, tl.zeros_like(expected), sem="acquire", scope="sys")
+        polls += 1
+        if polls % POLLS_BETWEEN_LOOKS == 0:
+            if failure_noticed(buffer_ptr) != 0:
+                # What a peer sent before it failed in a later call is here now.
                 seen = tl.atomic_add(header_ptr, tl.zeros_like(expected), sem="acquire", scope="sys")
-                polls += 1
-                if polls % POLLS_BETWEEN_LOOKS == 0:
-                    if failure_noticed(buffer_ptr) != 0:
-                        # What a peer sent before it failed in a later call is here now.
-                        seen = tl.atomic_add(header_ptr, tl.zeros_like(expected), sem="acquire", scope="sys")
-                        if tl.sum(((seen >> 32) != epoch).to(tl.int32)) > 0:
-                            ok = tl.full((), 0, tl.int32)
-                    elif now_ns(buffer_ptr) - start > tl.load(buffer_ptr + TIMEOUT_NS):
-                        fail(
-                            buffer_ptr, TIMEOUT, operation, AT_HEADER, peer, epoch, step,
-                            tokens, tl.sum(tl.where(lane == 0, seen, 0)),
-                        )  # fmt: skip
-                        ok = tl.full((), 0, tl.int32)
-            if ok == 1:
-                differs = tl.max(tl.where(seen != expected, lane, -1))
-                if differs >= 0:
-                    # Name the first word that differs: the operation before the token count, N and K.
-                    word = tl.min(tl.where(seen != expected, lane, HEADER_WORDS))
-                    fail(
-                        buffer_ptr, MISMATCH, operation, AT_HEADER, peer, epoch, word,
-                        tl.sum(tl.where(lane == word, expected, 0)), tl.sum(tl.where(lane == word, seen, 0)),
-                    )  # fmt: skip
+                if tl.sum(((seen >> 32) != epoch).to(tl.int32)) > 0:
                     ok = tl.full((), 0, tl.int32)
+            elif now_ns(buffer_ptr) - start > tl.load(buffer_ptr + TIMEOUT_NS):
+                fail(
+                    buffer_ptr, TIMEOUT, operation, AT_HEADER, peer, epoch, 0,
+                    tokens, tl.sum(tl.where(lane == 0, seen, 0)),
+                )  # fmt: skip
+                ok = tl.full((), 0, tl.int32)
+    if ok == 1:
+        ok = compare_header(buffer_ptr, peer, epoch, expected, seen, operation)
+    return ok
+
+
+@triton.jit
+def compare_header(buffer_ptr, peer, epoch, expected, seen, operation):
+    """1 where the header that ``peer`` sent is as ``expected``; else 0, after reporting the first word that differs:
+    the operation before the token count, N and K."""
+    ok = tl.full((), 1, tl.int32)
+    lane = tl.arange(0, HEADER_WORDS)
+    word = tl.min(tl.where(seen != expected, lane, HEADER_WORDS))
+    if word < HEADER_WORDS:
+        fail(
+            buffer_ptr, MISMATCH, operation, AT_HEADER, peer, epoch, word,
+            tl.sum(tl.where(lane == word, expected, 0)), tl.sum(tl.where(lane == word, seen, 0)),
+        )  # fmt: skip
+        ok = tl.full((), 0, tl.int32)
+    return ok
+
+
+@triton.jit
+def wait_signal(buffer_ptr, signal_ptr, target, epoch, operation, place, peer, index):
+    """Wait until the int64 signal has reached ``target``: then plain loads of this program see what was stored or put
+    before each of the additions it counts. Returns 1, or 0 after a failure."""
+    seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
+    ok = tl.full((), 1, tl.int32)
+    polls = tl.full((), 0, tl.int32)
+    start = now_ns(buffer_ptr)
+    while (ok == 1) & (seen < target):
+        polls += 1
+        ok = may_wait(buffer_ptr, polls, start, epoch, operation, place, peer, index, target, seen)
+        seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
+        # What a peer sent before it failed in a later call is here after the notice.
+        ok = tl.where(seen >= target, 1, ok)
+    _acquired()
+    return ok
+
+
+@triton.jit
+def may_wait(buffer_ptr, polls, start, epoch, operation, place, peer, index, expected, seen):
+    """Whether a wait that began at ``start`` and has looked ``polls`` times may go on: 0 after anybody's failure, or
+    after reporting its own, when the time is up. Poll once more on 0, before giving up: see ``wait_flags``."""
+    ok = tl.full((), 1, tl.int32)
+    if polls % POLLS_BETWEEN_LOOKS == 0:
+        if failure_noticed(buffer_ptr) != 0:
+            ok = tl.full((), 0, tl.int32)
+        elif now_ns(buffer_ptr) - start > tl.load(buffer_ptr + TIMEOUT_NS):
+            fail(buffer_ptr, TIMEOUT, operation, place, peer, epoch, index, expected, seen)
+            ok = tl.full((), 0, tl.int32)
     return ok
 
 
@@ -313,6 +372,20 @@ def wait_flags(buffer_ptr, flag_ptr, first, count, epoch, operation, place, peer
                     ok = tl.full((), 0, tl.int32)
     _acquired()
     return ok
+
+
+@triton.jit
+def device_epoch(buffer_ptr):
+    """The epoch of this call, where epochs live in device memory: the same in every program of the launch."""
+    return tl.load(tl.load(buffer_ptr + STATE).to(tl.pointer_type(tl.int32)) + EPOCH)
+
+
+@triton.jit
+def advance_epoch(buffer_ptr, epoch):
+    """For the last program of a call, after ``finish_call``: the next launch is another call. Stays within 31 bits, is
+    never 0, and alternates in parity when it wraps too."""
+    state = tl.load(buffer_ptr + STATE).to(tl.pointer_type(tl.int32))
+    tl.store(state + EPOCH, tl.where(epoch == 0x7FFFFFFE, 1, epoch + 1))
 
 
 @triton.jit

@@ -48,7 +48,7 @@ class Group:
         self.name = f"group{next(_names)}"
         self.broken: CommError | None = None
         self.closed = False
-        self._buffers: dict[tuple[Any, ...], UserBuffer] = {}
+        self._buffers: dict[tuple[Any, ...], Any] = {}  # user buffers, and others that were adopted
         self._record = RecordReader(backend.host_words(RECORD_WORDS))
         self._control = self.symmetric_empty(control_bytes(self.world_size))
 
@@ -95,7 +95,13 @@ class Group:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.closed:
             buffer = self._buffers[key] = UserBuffer(self, max_tokens, hidden, dtype)
-        return buffer
+        found: UserBuffer = buffer
+        return found
+
+    def adopt(self, buffer: Any) -> None:
+        """Close and recover ``buffer`` with the group's own. It has ``handle``, ``capacity_shape``, ``dtype``, ``epoch``,
+        ``closed``, ``renew(epoch)`` and ``close()`` as a user buffer has them."""
+        self._buffers[(buffer.handle,)] = buffer
 
     def agree(self, what: str, value: Any) -> None:
         """Collective: ``ValueError`` on every rank, listing all values, unless every rank passes an equal ``value``."""

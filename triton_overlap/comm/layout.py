@@ -61,6 +61,7 @@ class StateWord(IntEnum):
 
     TASK = 0  # next task to hand out; back to 0 when the call ends
     DONE = 1  # programs that have finished; back to 0 when the call ends
+    EPOCH = 2  # of the next call, for buffers whose epochs live on the device
 
 
 def _aligned(num_bytes: int) -> int:

@@ -17,25 +17,41 @@ class Operation(IntEnum):
     MATMUL_REDUCE_SCATTER = 2
     ALL_GATHER = 3
     REDUCE_SCATTER = 4
+    EP_DISPATCH = 5
+    EP_CACHED_DISPATCH = 6
+    EP_COMBINE = 7
 
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+#: How an operation may be done, as far as ranks must agree on it: who sends also decides which flags there are.
+METHODS = (
+    "fused",
+    "ring_exchange",
+    "ring_exchange by copy engine",
+    "pipeline",
+    "bulk",
+    "bulk by copy engine",
+    "nccl",
+)
 _KINDS = {1: "timeout", 2: "mismatch"}
-_PLACES = {1: "header", 2: "data flag", 3: "staged tile"}
+_PLACES = {1: "header", 2: "data flag", 3: "staged tile", 4: "signal", 5: "parts of channel"}
 _HEADER_FIELDS = ("operation", "T", "N", "K")
 _LOW_32 = (1 << 32) - 1
 
 
-def operation_code(operation: Operation, dtype: torch.dtype) -> int:
-    """The operation word of a header: what two ranks must agree on beside T, N and K."""
-    return int(operation) | (_DTYPES.index(dtype) + 1) << 8
+def operation_code(operation: Operation, dtype: torch.dtype, method: str = "fused") -> int:
+    """The operation word of a header: what two ranks must agree on beside T, N and K. ``method`` is one of METHODS."""
+    return int(operation) | (_DTYPES.index(dtype) + 1) << 8 | METHODS.index(method) << 16
 
 
 def describe_operation(code: int) -> str:
     """``operation_code`` read back, for messages."""
-    operation, dtype = code & 0xFF, code >> 8 & 0xFF
+    operation, dtype, method = code & 0xFF, code >> 8 & 0xFF, code >> 16
     try:
-        return f"{Operation(operation).name.lower()} in {str(_DTYPES[dtype - 1]).removeprefix('torch.')}"
+        name = Operation(operation).name.lower()
+        text = f"{name} in {str(_DTYPES[dtype - 1]).removeprefix('torch.')}"
+        # The products have a choice of methods; what is always done in the same way needs no word for it.
+        return f"{text}, method {METHODS[method]}" if method or "matmul" in name else text
     except (ValueError, IndexError):
         return f"operation word {code:#x}"
 
@@ -59,6 +75,9 @@ def decode_record(words: list[int], reported_by: int, world_size: int) -> Failur
             scale = world_size if name == "T" else 1  # the header carries the rows of a chunk
             expected_text = f"{name} = {(expected & _LOW_32) * scale}"
             seen_text = f"{name} = {(seen & _LOW_32) * scale}"
+    elif place in ("signal", "parts of channel"):
+        what = "puts and pushes" if place == "signal" else "complete sub-parts"
+        expected_text, seen_text = f"{expected} {what}", f"{seen}"
     return FailureRecord(
         kind=kind,
         operation=operation,
