@@ -141,6 +141,19 @@ def _transformer_engine_names() -> None:
         assert to.get_ub("fc2_fprop").active_shape == (48, 32)
         assert to.get_ub("fc1_fprop").capacity_shape == (64, 32)
         assert to.symmetric_allocations() == allocations
+
+        # Operations take a communicator, and hold it to its shape.
+        rank, weight = to.get_ub("fc2_fprop").group.rank, torch.eye(32)
+        for name, tokens in (("fc1_fprop", 2), ("fc2_fprop", 48)):
+            x = torch.arange(tokens * 32, dtype=torch.float32).view(tokens, 32)
+            rows = tokens // 2
+            out = to.all_gather_matmul(x[rank * rows :][:rows], weight, buffer=to.get_ub(name))
+            torch.testing.assert_close(out, x)
+        with pytest.raises(ActiveShapeError, match=r"set to \(48, 32\), got a tensor for \(2, 32\)"):
+            to.all_gather_matmul(torch.ones(1, 32), weight, buffer=to.get_ub("fc2_fprop"))
+        to.get_ub("fc2_fprop").set_buffer_active_shape(None)
+        out = to.all_gather_matmul(torch.ones(1, 32), weight, buffer=to.get_ub("fc2_fprop"))
+        torch.testing.assert_close(out, torch.ones(2, 32))
     finally:
         to.destroy_ub()
     to.destroy_ub()

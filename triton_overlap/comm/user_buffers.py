@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _handles = itertools.count()
-_by_handle: weakref.WeakValueDictionary[str, UserBuffer] = weakref.WeakValueDictionary()
+_by_handle: weakref.WeakValueDictionary[str, UserBuffer | Communicator] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -180,16 +180,22 @@ class UserBuffer:
             forward: compare with an explicitly set active shape too. Backward and recomputation keep the count of their
                 own forward, whatever is set by then.
         """
+        self.check_rules(shape, dtype, device, self._explicit_shape if forward else None)
+
+    def check_rules(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, explicit: tuple[int, int] | None
+    ) -> None:
+        """``validate`` against the active shape ``explicit``, or against the capacity alone."""
         self._check_open()
         if dtype != self.dtype:
             raise ValueError(f"dtype must be the buffer's {self.dtype}, got {dtype}; cast, or register another buffer")
         if device.type != self.group.device.type:
             raise ValueError(f"tensor must be on {self.group.device}, got {device}")
         dims = check_active_shape(shape, self.capacity_shape, self.group.world_size)
-        if forward and self._explicit_shape is not None and dims != self._explicit_shape:
+        if explicit is not None and dims != explicit:
             raise ActiveShapeError(
-                f"the active shape was set to {self._explicit_shape}, got a tensor for {dims}; call "
-                "set_active_shape with the new shape, or with None to take it from each tensor"
+                f"the active shape was set to {explicit}, got a tensor for {dims}; set the new shape first, or None to "
+                "take it from each tensor"
             )
 
     def _check_open(self) -> None:
@@ -256,9 +262,9 @@ class UserBuffer:
 
 
 def user_buffer_by_handle(handle: str) -> UserBuffer:
-    """The live buffer with this handle."""
+    """The live buffer, or communicator of one, with this handle."""
     try:
-        return _by_handle[handle]
+        return cast(UserBuffer, _by_handle[handle])
     except KeyError:
         raise ClosedError(f"no open user buffer has the handle {handle!r}") from None
 
@@ -275,12 +281,21 @@ GEMM_NAMES = tuple(f"{gemm}_{step}" for gemm in ("qkv", "proj", "fc1", "fc2") fo
 
 
 class Communicator:
-    """A named user of a buffer, with an active shape of its own; what :func:`get_ub` returns."""
+    """A named user of a buffer, with an active shape of its own; what :func:`get_ub` returns.
+
+    Operations take it wherever they take a :class:`UserBuffer`: everything but the active shape is the buffer's. Once a
+    shape is set, a forward call with a tensor of another one is an ``ActiveShapeError``.
+    """
 
     def __init__(self, name: str, buffer: UserBuffer) -> None:
         self.name = name
         self.buffer = buffer
+        self.handle = f"{buffer.handle}.{name}"
         self._shape: tuple[int, int] | None = None
+        _by_handle[self.handle] = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.buffer, name)
 
     @property
     def capacity_shape(self) -> tuple[int, int]:
@@ -290,10 +305,16 @@ class Communicator:
     def active_shape(self) -> tuple[int, int]:
         return self._shape or self.capacity_shape
 
-    def set_buffer_active_shape(self, shape: Sequence[int]) -> None:
+    def set_buffer_active_shape(self, shape: Sequence[int] | None) -> None:
         """As ``UserBuffer.set_active_shape``, for this communicator alone."""
         self.buffer._check_open()
-        self._shape = check_active_shape(shape, self.capacity_shape, self.buffer.group.world_size)
+        if shape is not None:
+            shape = check_active_shape(shape, self.capacity_shape, self.buffer.group.world_size)
+        self._shape = shape
+
+    def validate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, forward: bool = True) -> None:
+        """As ``UserBuffer.validate``, with this communicator's active shape."""
+        self.buffer.check_rules(shape, dtype, device, self._shape if forward else None)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.user_buffers import UserBuffer, user_buffer_by_handle
+from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import all_gather as all_gather_kernel
 from .validation import check_activation, refuse_double_backward, world_size_of
 
@@ -52,7 +52,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 all_gather_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def all_gather(x_shard: Tensor, *, buffer: UserBuffer) -> Tensor:
+def all_gather(x_shard: Tensor, *, buffer: UserBuffer | Communicator) -> Tensor:
     """Gather every rank's rows: ``x_shard`` [T/W, hidden] -> [T, hidden], rank 0's rows first, in a fresh tensor.
 
     Collective: every rank of the buffer's group calls it with the same T and dtype. Differentiable once: the gradient

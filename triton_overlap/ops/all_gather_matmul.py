@@ -19,7 +19,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ..comm.user_buffers import UserBuffer, user_buffer_by_handle
+from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import all_gather_matmul as all_gather_matmul_kernel
 from .autocast import autocast_operands
 from .validation import (
@@ -273,7 +273,7 @@ def all_gather_matmul(
     a_shard: Tensor,
     b: Tensor,
     *,
-    buffer: UserBuffer,
+    buffer: UserBuffer | Communicator,
     bias: Tensor | None = ...,
     method: str = ...,
     return_gathered: Literal[False] = ...,
@@ -286,7 +286,7 @@ def all_gather_matmul(
     a_shard: Tensor,
     b: Tensor,
     *,
-    buffer: UserBuffer,
+    buffer: UserBuffer | Communicator,
     bias: Tensor | None = ...,
     method: str = ...,
     return_gathered: Literal[True],
@@ -299,7 +299,7 @@ def all_gather_matmul(
     a_shard: Tensor,
     b: Sequence[Tensor],
     *,
-    buffer: UserBuffer,
+    buffer: UserBuffer | Communicator,
     bias: Sequence[Tensor | None] | None = ...,
     method: str = ...,
     return_gathered: Literal[False] = ...,
@@ -312,7 +312,7 @@ def all_gather_matmul(
     a_shard: Tensor,
     b: Sequence[Tensor],
     *,
-    buffer: UserBuffer,
+    buffer: UserBuffer | Communicator,
     bias: Sequence[Tensor | None] | None = ...,
     method: str = ...,
     return_gathered: Literal[True],
@@ -324,7 +324,7 @@ def all_gather_matmul(
     a_shard: Tensor,
     b: Tensor | Sequence[Tensor],
     *,
-    buffer: UserBuffer,
+    buffer: UserBuffer | Communicator,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     method: str = "fused",
     return_gathered: bool = False,

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.user_buffers import UserBuffer, user_buffer_by_handle
+from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import all_gather as all_gather_kernel
 from ..kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernel
 from .autocast import autocast_operands
@@ -141,7 +141,7 @@ def matmul_all_reduce(
     a: Tensor,
     b: Tensor,
     *,
-    buffer: UserBuffer,
+    buffer: UserBuffer | Communicator,
     bias: Tensor | None = None,
     method: str = "fused",
     main_grad: Tensor | None = None,
@@ -166,7 +166,7 @@ def replicated_matmul(
     x: Tensor,
     b: Tensor,
     *,
-    buffer: UserBuffer,
+    buffer: UserBuffer | Communicator,
     bias: Tensor | None = None,
     method: str = "fused",
     main_grad: Tensor | None = None,

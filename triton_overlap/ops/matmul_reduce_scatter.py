@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.user_buffers import UserBuffer, user_buffer_by_handle
+from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernel
 from .autocast import autocast_operands
 from .validation import (
@@ -118,7 +118,7 @@ def matmul_reduce_scatter(
     a: Tensor,
     b: Tensor,
     *,
-    buffer: UserBuffer,
+    buffer: UserBuffer | Communicator,
     bias: Tensor | None = None,
     method: str = "fused",
     main_grad: Tensor | None = None,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.user_buffers import UserBuffer, user_buffer_by_handle
+from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import reduce_scatter as reduce_scatter_kernel
 from .validation import check_activation, refuse_double_backward, world_size_of
 
@@ -49,7 +49,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 reduce_scatter_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def reduce_scatter(x: Tensor, *, buffer: UserBuffer) -> Tensor:
+def reduce_scatter(x: Tensor, *, buffer: UserBuffer | Communicator) -> Tensor:
     """Sum over the ranks and keep this rank's rows: ``x`` [T, hidden] -> [T/W, hidden], in a fresh tensor.
 
     Collective: every rank of the buffer's group calls it with the same T and dtype. The sum is taken in float32 in a
