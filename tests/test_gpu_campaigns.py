@@ -83,7 +83,7 @@ def test_a_minute_beside_nccl_on_another_stream() -> None:
 def _compilations() -> None:
     """What Triton itself has in its caches is what ``specializations`` counted, whatever the token counts."""
     group = to.init_group(timeout_s=60)
-    # fp16, which no other test of these processes uses at a size divisible by 16: their caches have no such kernels yet.
+    # fp16, which no other test of these processes uses at a size divisible by 16: no cache has such kernels yet.
     buffer = group.user_buffer(MAX_ROWS * group.world_size, HIDDEN, torch.float16)
     draw = Draw(group, torch.float16, 2)
     x, w = draw.one(MAX_ROWS, HIDDEN), draw.one(HIDDEN, FEATURES)
