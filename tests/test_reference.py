@@ -90,6 +90,7 @@ def test_relative_error() -> None:
     assert reference.relative_error(expected, expected) == 0
     assert math.isclose(reference.relative_error(expected + torch.tensor([0.0, 0.5]), expected), 0.1)
     assert reference.relative_error(torch.tensor([3.0, math.nan]), expected) == math.inf
+    assert reference.relative_error(expected, torch.tensor([3.0, math.inf])) == math.inf
     assert reference.relative_error(torch.ones(2), torch.zeros(2)) > 1e100
     with pytest.raises(ValueError, match="shapes differ"):
         reference.relative_error(expected, expected[:1])

@@ -11,6 +11,7 @@ Letters: W ranks, T tokens, K the contracted dimension, N output features of one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -78,19 +79,20 @@ def weight_gradient(a: Tensor, g: Tensor, accumulate_into: Tensor | None = None)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Frobenius norm of the difference over that of ``expected``, in float64; NaN or inf anywhere gives inf.
+    """Frobenius norm of the difference over that of ``expected``, in float64 on the device of ``expected``.
+
+    NaN or inf in either gives inf.
 
     Raises:
         ValueError: the shapes differ.
     """
     if actual.shape != expected.shape:
         raise ValueError(f"shapes differ: {tuple(actual.shape)} and {tuple(expected.shape)}")
-    actual64 = actual.detach().to(device="cpu", dtype=torch.float64)
-    expected64 = expected.detach().to(device="cpu", dtype=torch.float64)
-    if not bool(torch.isfinite(actual64).all()):
-        return float("inf")
-    scale = max(float(expected64.norm()), torch.finfo(torch.float64).tiny)
-    return float((actual64 - expected64).norm()) / scale
+    expected64 = expected.detach().double()
+    actual64 = actual.detach().to(device=expected.device, dtype=torch.float64)
+    scale = expected64.norm().clamp(min=torch.finfo(torch.float64).tiny)
+    error = float((actual64 - expected64).norm() / scale)
+    return error if math.isfinite(error) else math.inf
 
 
 def _or_none(values: Sequence[Tensor | None] | None, count: int) -> Sequence[Tensor | None]:

@@ -57,6 +57,11 @@ def test_ratios() -> None:
     assert row.ratio("fused", "async_tp") is None
 
 
+def test_tflops_of_a_rank() -> None:
+    # 2 * 1024 * 64 * 32 operations in 1.1 ms
+    assert results().rows[0].tflops("fused") == pytest.approx(4194304 / 1.1e-3 / 1e12)
+
+
 def test_tables_show_ratios_and_reasons() -> None:
     text = io.StringIO()
     print_tables(results(), Console(file=text, width=200))

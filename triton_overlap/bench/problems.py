@@ -10,7 +10,6 @@ Both are 2 T K N operations a rank. ``b`` is the transpose of a contiguous weigh
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -93,11 +92,6 @@ class Problem:
         return self.k if self.operation is Operation.ALL_GATHER_MATMUL else self.n * self.world_size
 
     @property
-    def flops(self) -> int:
-        """Operations of a rank's GEMM."""
-        return 2 * self.tokens * self.k * self.n
-
-    @property
     def link_bytes(self) -> int:
         """Bytes a rank has to send: its rows to every peer, or every peer's rows of its partial sums."""
         chunk = self.tokens // self.world_size
@@ -138,14 +132,6 @@ class Problem:
     def num_input_sets(self, cache_bytes: int) -> int:
         """Input sets to rotate over, so that a call never finds its operands in a cache of ``cache_bytes``."""
         return max(2, -(-2 * cache_bytes // self.input_bytes) + 1)
-
-
-def relative_error(result: Tensor, reference: Tensor) -> float:
-    """Frobenius norm of the difference over that of ``reference``, on the device; inf if ``result`` is not finite."""
-    if result.shape != reference.shape:
-        raise ValueError(f"the result has shape {list(result.shape)}, the reference {list(reference.shape)}")
-    error = float((result.double() - reference).norm() / reference.norm())
-    return error if math.isfinite(error) else math.inf
 
 
 def tensor_parallel_problems(tokens: list[int], k: int, n: int, world_size: int, dtype: torch.dtype) -> list[Problem]:

@@ -59,6 +59,10 @@ class Row:
             return None
         return self.measurements[rival].timing.median_ms / self.measurements[to].timing.median_ms
 
+    def tflops(self, rival: str) -> float:
+        """10^12 operations a second of one rank's GEMM, 2 T K N of them, in the time of ``rival``."""
+        return 2 * self.tokens * self.k * self.n / self.measurements[rival].timing.median_ms / 1e9
+
 
 @dataclass(frozen=True)
 class Results:
@@ -113,7 +117,10 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def print_tables(results: Results, console: Console) -> None:
-    """One table an operation. Ratios are times of ``fused`` over times of the other: below 1 means fused is faster."""
+    """One table an operation. Ratios are times of ``fused`` over times of the other: below 1 means fused is faster.
+
+    TFLOP/s are those of ``fused``, of one rank.
+    """
     for operation in dict.fromkeys(row.operation for row in results.rows):
         rows = [row for row in results.rows if row.operation == operation]
         first = rows[0]
@@ -124,7 +131,8 @@ def print_tables(results: Results, console: Console) -> None:
         table.add_column("T", justify="right")
         for title in TITLES.values():
             table.add_column(title, justify="right")
-        for title in ("bound", "fused / GEMM", "fused / collective", "fused / async-TP", "fused / bound", "error"):
+        ratios = [f"fused / {other}" for other in ("GEMM", "collective", "async-TP", "bound")]
+        for title in ("bound", *ratios, "TFLOP/s", "error"):
             table.add_column(title, justify="right")
         for row in rows:
             times = [row.measurements[name].timing.median_ms if name in row.measurements else None for name in TITLES]
@@ -135,6 +143,7 @@ def print_tables(results: Results, console: Console) -> None:
                 _number(row.bound_ms, 3),
                 *(_number(row.ratio("fused", other), 2) for other in ("gemm", "collective", "async_tp")),
                 _number(fused.timing.median_ms / row.bound_ms, 2),
+                _number(row.tflops("fused"), 1),
                 f"{fused.relative_error:.1e}",
             )
         console.print(table)

@@ -13,10 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import triton_overlap as to
 from triton_overlap.bench import environment
-from triton_overlap.bench.problems import TOLERANCE, Inputs, Problem, relative_error, tensor_parallel_problems
+from triton_overlap.bench.problems import TOLERANCE, Inputs, Problem, tensor_parallel_problems
 from triton_overlap.bench.results import Measurement, Results, Row, now
 from triton_overlap.bench.rivals import Rival, Run, Unavailable, all_rivals
 from triton_overlap.bench.timing import Call, EventTimer, HostTimer, Timing, copy_engine_gbps, take_turns
+from triton_overlap.reference import relative_error
 
 
 class WrongResult(RuntimeError):
