@@ -529,7 +529,7 @@ def test_killed_rank_leaves_no_segment() -> None:
 def _killed_while_allocating() -> str:
     backend = _shm()
     if backend.rank == 1:
-        shm._map = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        shm._map = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(CommTimeoutError) as raised:
         backend.symmetric_empty(4096, 1.0)
     backend.close()

@@ -449,7 +449,7 @@ class _Scale(torch.autograd.Function):
         return _scaled(x)
 
     @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
         return _scaled(grad.contiguous())
 
 

@@ -94,13 +94,6 @@ class Stream(Task):
             # Of the default stream's operations the host tells that waits for them.
             self._idle.text = self._queue[0].describe() if self._queue and self.number else ""
 
-    def abandon(self) -> None:
-        """Forget what is queued, after an error."""
-        self._queue.clear()
-        self._started = False
-        self.wait = self._idle
-        self._happened()
-
 
 @dataclass(eq=False)
 class RecordEvent:
