@@ -9,8 +9,7 @@ What the primitives guarantee
     ``release_flag``   everything this program stored before it, by all its threads, is visible to whoever sees the flag
                        with ``wait_flags``. Not so for descriptor (TMA) stores, which are asynchronous.
     ``wait_flags``     when it returns 1, plain loads and descriptor loads of this program see what was stored before
-    each
-                       flag was released.
+                       each flag was released.
     ``wait_headers``   when it returns 1, the peers in question run the same operation on the same shapes in this epoch.
 
 A wait returns 0 after a failure: another rank's, another program's, or its own deadline. The program must then announce

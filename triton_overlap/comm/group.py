@@ -30,8 +30,7 @@ class Group:
         backend: where it runs (comm/backend.py).
         timeout_s: seconds after which a wait, on the device or between hosts, gives up.
         check: when a failed call raises: ``"sync"`` in the call itself, after a synchronisation; ``"async"`` at the
-        next
-            call into the library, without one. By default ``"sync"`` where kernels are interpreted.
+            next call into the library, without one. By default ``"sync"`` where kernels are interpreted.
 
     Attributes:
         broken: the error that broke the group, or None.

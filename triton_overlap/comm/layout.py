@@ -31,7 +31,8 @@ FLAG_TILE = 16
 HEADER_WORDS = 4
 #: int64 words of a failure record, in host memory and in the control block.
 RECORD_WORDS = 8
-#: int32 words of the local state that a call's programs share.
+#: int32 words of the local state that a call's programs share: room to grow beyond StateWord within the one aligned
+#: block that it takes anyway.
 STATE_WORDS = 16
 
 

@@ -54,7 +54,8 @@ FLAG_LANES = tl.constexpr(_config.FLAG_LANES)
 
 #: Rows of a chunk from which the copy engine sends instead of programs: below, its hand-over of about 10 us costs more.
 COPY_ENGINE_ROWS = 512
-#: Bytes that the copy engine moves before it sets a flag.
+#: Bytes that the copy engine moves before it sets a flag: about 85 us at the 390 GB/s of an H200's link, so that tiles
+#: start long before a large chunk is whole, while each hand-over costs about 10 us.
 COPY_ENGINE_BYTES = 32 * 1024 * 1024
 
 
