@@ -1,9 +1,9 @@
 """The protocol of a backend: everything the rest of the library asks of the memory it runs on.
 
-A new backend is one class with these members. From this package a backend imports what ``comm`` holds beside the
-groups (this page, ``bootstrap``, ``collectives``, ``interpreter``) and ``errors``; never another backend, never a kernel
-of ``kernels``. What it brings from outside (torch, Triton, a vendor's library) is its own affair, since it is imported
-only when it is asked for.
+A new backend is one class with these members. From this package a backend imports ``errors`` and what ``comm`` holds
+beside groups and buffers (this page, ``bootstrap``, ``collectives``, ``interpreter``); never another backend, never
+``kernels``. What it needs from outside (torch, Triton, a vendor's library) is its own affair, since it is imported only
+when it is asked for.
 
 What a backend promises
     * ``symmetric_empty`` is collective: every rank calls it in the same order with the same size, and gets
