@@ -1,4 +1,4 @@
-"""Tile sizes, and what an operand must look like to be read through TMA descriptors. Plain Python."""
+"""Tile sizes and rows of a flag: planning without Triton, of torch only the names of dtypes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ class TileConfig:
     """How a kernel is cut into tiles; every field is part of its compilation key.
 
     One configuration serves every token count, so that a new count never compiles.
+
+    Attributes:
+        BLOCK_M, BLOCK_N, BLOCK_K: a tile of the output, and a step of the contraction.
+        GROUP_M: tiles of one column taken one after the other, so that they find B's columns in the L2 cache.
+        COPY_BLOCK: elements that a program copies or sums at a time; on a GPU 32 for each thread, so that each has
+            four (2-byte dtypes) or eight 16-byte loads in flight.
+        num_stages, num_warps: Triton's.
+        descriptors: read operands through TMA where they allow it.
     """
 
     BLOCK_M: int
@@ -80,18 +88,3 @@ def rows_per_piece(block_m: int, row_bytes: int) -> int:
     """
     rows = max(1, PIECE_BYTES // row_bytes)
     return max(block_m // FLAG_LANES, min(block_m, 1 << (rows.bit_length() - 1)))
-
-
-def is_row_major(matrix: torch.Tensor) -> bool:
-    """Unit stride along the columns, rows that do not overlap."""
-    return matrix.stride(1) == 1 and (matrix.shape[0] == 1 or matrix.stride(0) >= matrix.shape[1])
-
-
-def fits_descriptor(matrix: torch.Tensor) -> bool:
-    """Whether TMA can read ``matrix`` row-major: base and row stride on 16 bytes."""
-    return (
-        is_row_major(matrix)
-        and matrix.data_ptr() % 16 == 0
-        and matrix.stride(0) * matrix.element_size() % 16 == 0
-        and matrix.shape[1] * matrix.element_size() % 16 == 0
-    )

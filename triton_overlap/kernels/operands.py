@@ -9,12 +9,27 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .config import TileConfig, fits_descriptor, is_row_major
+from .config import TileConfig
 
 
 def input_precision(dtype: torch.dtype) -> str:
     """How fp32 operands are multiplied: truly, unless torch allows tf32. Without effect on the 2-byte dtypes."""
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def is_row_major(matrix: torch.Tensor) -> bool:
+    """Unit stride along the columns, rows that do not overlap."""
+    return matrix.stride(1) == 1 and (matrix.shape[0] == 1 or matrix.stride(0) >= matrix.shape[1])
+
+
+def fits_descriptor(matrix: torch.Tensor) -> bool:
+    """Whether TMA can read ``matrix`` row-major: base and row stride on 16 bytes."""
+    return (
+        is_row_major(matrix)
+        and matrix.data_ptr() % 16 == 0
+        and matrix.stride(0) * matrix.element_size() % 16 == 0
+        and matrix.shape[1] * matrix.element_size() % 16 == 0
+    )
 
 
 def contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:

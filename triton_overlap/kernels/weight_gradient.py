@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from ..comm.device import INTERPRETED
-from .config import TileConfig, fits_descriptor, is_row_major, tile_config
+from .config import TileConfig, tile_config
 from .launching import launch_kernel
-from .operands import descriptor, input_precision
+from .operands import descriptor, fits_descriptor, input_precision, is_row_major
 from .tiles import MAX_STORE_COLUMNS, dot, split_columns, tile_position
 
 
