@@ -21,7 +21,7 @@ from triton_overlap.reference import relative_error
 Body = Callable[..., Any]
 RTOL, ATOL = 0.025, 0.00125
 #: Relative Frobenius error that rounding explains even where one process happens to have less.
-FLOOR = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 2e-5}
+FLOOR = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 1e-4}
 BULK = {"ub_overlap_ag": True, "ub_bulk_dgrad": True, "ub_bulk_wgrad": True}
 RS_DGRAD = {"ub_overlap_ag": True, "ub_overlap_rs_dgrad": True}
 ROW = {"ub_overlap_ag": True, "ub_overlap_rs": True}
@@ -204,8 +204,7 @@ class Parallel:
         self.modules = nn.ModuleList(self._module() for _ in range(count))
         for module, block in zip(self.modules, self.plain, strict=True):
             module.load_state_dict(to.nn.shard_state_dict(self._full(block.state_dict()), module, group))
-        shape = case.shape
-        self.rotary = to.nn.RotaryPositionEmbedding(shape.head_dim, device=group.device)(case.capacity + 8)
+        self.rotary = to.nn.RotaryPositionEmbedding(case.shape.head_dim, device=group.device)
 
     def _module(self) -> nn.Module:
         shape, shared = self.case.shape, self.case.shared(self.group, self.dtype)
@@ -247,11 +246,13 @@ class Parallel:
         return mine(x, self.group) if self.case.sequence_parallel else x
 
     def __call__(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        settings: dict[str, Any] = {"cu_seqlens_q": cu_seqlens}
-        if self.case.shape.rotary:
-            settings["rotary_pos_emb"] = self.rotary
+        settings: dict[str, Any] = {}
+        longest = x.shape[0] * (self.group.world_size if self.case.sequence_parallel else 1)
         if cu_seqlens is not None:
-            settings["max_seqlen_q"] = max(lengths_of(cu_seqlens))
+            longest = max(lengths_of(cu_seqlens))
+            settings.update(cu_seqlens_q=cu_seqlens, max_seqlen_q=longest)
+        if self.case.shape.rotary:
+            settings["rotary_pos_emb"] = self.rotary(longest)  # no angles for a position past the longest document
         for module in self.modules:
             x = module(x) if self.part == "mlp" else module(x, **settings)
         return x
@@ -395,11 +396,34 @@ def recomputation(group: to.Group, case: Case, dtype: torch.dtype) -> None:
         assert again[3] <= calls + forward_calls
 
 
-def compiled(group: to.Group, case: Case) -> None:
-    """``torch.compile(fullgraph=True)`` of a layer: one graph for all token and document counts, the eager bits."""
+def autocast(group: to.Group, case: Case) -> None:
+    """float32 parameters under bfloat16 autocast: float32 residuals and gradients, one buffer, near float32 results."""
+    with torch.autocast(group.device.type, dtype=torch.bfloat16):
+        parallel = Parallel(group, case, torch.float32, "layer")
+    x, d_out, cu_seqlens = parallel.inputs(case.counts(group)[0], 2)
+    allocations = to.symmetric_allocations()
+    with torch.autocast(group.device.type, dtype=torch.bfloat16):
+        out = parallel(parallel.own(x), cu_seqlens)
+    assert to.symmetric_allocations() == allocations, "registered again"
+    out.backward(parallel.own(d_out))
+    grads = parallel.gradients()
+    full_out = parallel.plain_forward(parallel.plain, x, cu_seqlens)
+    full_out.backward(d_out)
+    expected = parallel.expected_gradients(parallel.plain)
+    for name, actual, wanted in (
+        ("output", out, parallel.own(full_out)),
+        *((name, grad, expected[name]) for name, grad in grads.items()),
+    ):
+        assert actual.dtype == torch.float32
+        error = relative_error(actual, wanted)
+        assert error < 3e-2, f"{name}: relative error {error:.2e}"
+
+
+def compiled(group: to.Group, case: Case, dtype: torch.dtype) -> None:
+    """``torch.compile(fullgraph=True)`` of a layer: one graph for all token and document counts, near eager results."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    parallel = Parallel(group, case, torch.float32, "layer")
+    parallel = Parallel(group, case, dtype, "layer")
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     fast = torch.compile(parallel.modules[0], fullgraph=True, dynamic=True, backend=counter)
@@ -408,14 +432,17 @@ def compiled(group: to.Group, case: Case) -> None:
             continue  # torch.compile specialises a dimension of one
         x, d_out, cu_seqlens = parallel.inputs(tokens, seed)
         results = []
+        angles = parallel.rotary(case.capacity)
         for function in (parallel.modules[0], fast):
             own_x = parallel.own(x).clone().requires_grad_()
-            out = function(own_x, cu_seqlens_q=cu_seqlens, rotary_pos_emb=parallel.rotary)
+            out = function(own_x, cu_seqlens_q=cu_seqlens, rotary_pos_emb=angles)
             out.backward(parallel.own(d_out))
             assert own_x.grad is not None
             results.append({"output": out.detach(), "dx": own_x.grad, **parallel.gradients()})
         for name, eager in results[0].items():
-            assert relative_error(results[1][name], eager) < 1e-5, name
+            # A compiler may add in another order, and round bfloat16 elsewhere.
+            error = relative_error(results[1][name], eager)
+            assert error < {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype], f"{name}: relative error {error:.2e}"
     assert counter.frame_count == 1, f"{counter.frame_count} graphs"
 
 
@@ -453,7 +480,7 @@ def conversion(group: to.Group, case: Case) -> None:
     mine_too.load_state_dict(to.nn.shard_state_dict(full, mine_too, group))
     x = Draw(group, torch.float32, 4)(case.counts(group)[0], 1, shape.heads * shape.head_dim)
     error = relative_error(mine_too(parallel.own(x)), parallel.own(encoder(x)))
-    assert error < 1e-5, f"encoder layer: relative error {error:.2e}"
+    assert error < 1e-4, f"encoder layer: relative error {error:.2e}"
     encoder_back = to.nn.to_encoder_layer(to.nn.gather_state_dict(mine_too, group), num_attention_heads=shape.heads)
     assert set(encoder_back) == set(encoder.state_dict())
     for name, tensor in encoder.state_dict().items():

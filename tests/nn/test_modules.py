@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.nn import module_bodies as bodies
 from tests.nn.module_bodies import BULK, ROW, RS_DGRAD, Case
 from tests.nn.plain import Shape
 from tests.ops.cases import in_simulator, on_ranks
+from triton_overlap.nn.rotary import RotaryPositionEmbedding, apply_rotary, document_positions
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = Case(Shape(hidden=32, heads=8, kv_heads=4, head_dim=8, ffn=48), tokens=(11, 1, 16), capacity=16)
@@ -68,6 +70,36 @@ def _run_block(ranks: Ranks | int, case: Case, args: tuple[Any, ...]) -> None:
     on_ranks(ranks, bodies.blocks, replace(case, shape=replace(case.shape, **shape), **changes), dtype, part)
 
 
+def test_positions_restart_in_each_document() -> None:
+    for bounds, expected in (
+        ([0, 3, 5], [0, 1, 2, 0, 1]),
+        ([0, 0, 1, 1, 1, 4, 4], [0, 0, 1, 2]),  # documents without a token
+        ([0, 2], [0, 1]),
+    ):
+        for dtype in (torch.int32, torch.int64):
+            cu_seqlens = torch.tensor(bounds, dtype=dtype)
+            assert document_positions(cu_seqlens, bounds[-1]).tolist() == expected
+
+
+def test_rotation_of_part_of_a_head() -> None:
+    """The first half of the features turns by its position; at position 0 and in the other half nothing changes."""
+    x = torch.randn(3, 2, 8, dtype=torch.float64)
+    angles = RotaryPositionEmbedding(8, rotary_percent=0.5, rotary_base=100.0)(3).flatten(1, 2).double()
+    out = apply_rotary(x, angles)
+    assert torch.equal(out[0], x[0])
+    assert torch.equal(out[..., 4:], x[..., 4:])
+    for position in range(3):
+        for i, angle in enumerate((position, position / 10)):
+            a, b = x[position, :, i], x[position, :, i + 2]
+            torch.testing.assert_close(
+                out[position, :, i], a * math.cos(angle) - b * math.sin(angle), atol=1e-6, rtol=0
+            )
+            torch.testing.assert_close(
+                out[position, :, i + 2], b * math.cos(angle) + a * math.sin(angle), atol=1e-6, rtol=0
+            )
+    assert torch.equal(RotaryPositionEmbedding(8)(2, offset=3), RotaryPositionEmbedding(8)(5)[3:])
+
+
 @pytest.mark.parametrize("args", LINEAR, ids=_name)
 def test_linear(args: tuple[Any, ...]) -> None:
     on_ranks(2, bodies.linear, CPU, *args)
@@ -96,7 +128,7 @@ def test_modes(body: bodies.Body, sequence_parallel: bool) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    (bodies.conversion, bodies.marks, bodies.replicated_gradients, bodies.settings),
+    (bodies.autocast, bodies.conversion, bodies.marks, bodies.replicated_gradients, bodies.settings),
     ids=lambda body: body.__name__,
 )
 def test_state(body: bodies.Body) -> None:
@@ -104,12 +136,12 @@ def test_state(body: bodies.Body) -> None:
 
 
 def test_compiled() -> None:
-    on_ranks(2, bodies.compiled, replace(PACKED_LLAMA, tokens=(12, 16, 7)))
+    on_ranks(2, bodies.compiled, replace(PACKED_LLAMA, tokens=(12, 16, 7)), FP32)
 
 
 @pytest.mark.long
 def test_compiled_at_50_counts() -> None:
-    on_ranks(2, bodies.compiled, replace(PACKED_LLAMA, tokens=tuple(range(103, 3, -2)), capacity=104))
+    on_ranks(2, bodies.compiled, replace(PACKED_LLAMA, tokens=tuple(range(103, 3, -2)), capacity=104), FP32)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -136,11 +168,14 @@ def test_modes_on_gpus(gpu_ranks: Ranks, body: bodies.Body) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("body", (bodies.conversion, bodies.marks, bodies.replicated_gradients, bodies.settings))
+@pytest.mark.parametrize(
+    "body", (bodies.autocast, bodies.conversion, bodies.marks, bodies.replicated_gradients, bodies.settings)
+)
 def test_state_on_gpus(body: bodies.Body) -> None:
     on_ranks(Ranks(2, "cuda"), body, GPU)
 
 
 @pytest.mark.gpu
-def test_compiled_on_gpus() -> None:
-    on_ranks(Ranks(2, "cuda"), bodies.compiled, replace(GPU, shape=replace(GPU.shape, **LLAMA)))
+@pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
+def test_compiled_on_gpus(dtype: torch.dtype) -> None:
+    on_ranks(Ranks(2, "cuda"), bodies.compiled, replace(GPU, shape=replace(GPU.shape, **LLAMA)), dtype)
