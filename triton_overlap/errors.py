@@ -44,7 +44,7 @@ class FailureRecord:
         operation: name of the operation, such as ``"all_gather_matmul"``.
         rank: the rank that gave up first.
         peer: the rank it waited for, or whose header did not match.
-        place: what was waited for (``"header"``, ``"chunk rows"``, ...).
+        place: what was waited for (``"header"``, ``"data flag"``, ...; ``comm.layout.Place``).
         index: which flag of that place, for instance the tile of the chunk.
         epoch: the epoch of the call.
         expected: the value waited for, already decoded to words.

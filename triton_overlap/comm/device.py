@@ -22,7 +22,7 @@ from triton import knobs
 
 from .layout import HEADER_WORDS as _HEADER_WORDS
 from .layout import RECORD_WORDS as _RECORD_WORDS
-from .layout import StateWord, TableWord
+from .layout import Failure, Place, StateWord, TableWord
 
 RANK = tl.constexpr(int(TableWord.RANK))
 WORLD_SIZE = tl.constexpr(int(TableWord.WORLD_SIZE))
@@ -52,13 +52,13 @@ INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 #: they are rare; under the interpreter every poll looks, so that a simulated schedule meets each of them.
 POLLS_BETWEEN_LOOKS = tl.constexpr(1 if knobs.runtime.interpret else 64)
 
-TIMEOUT = tl.constexpr(1)
-MISMATCH = tl.constexpr(2)
-AT_HEADER = tl.constexpr(1)
-AT_DATA = tl.constexpr(2)
-AT_STAGING = tl.constexpr(3)
-AT_SIGNAL = tl.constexpr(4)
-AT_PARTS = tl.constexpr(5)
+TIMEOUT = tl.constexpr(int(Failure.TIMEOUT))
+MISMATCH = tl.constexpr(int(Failure.MISMATCH))
+AT_HEADER = tl.constexpr(int(Place.HEADER))
+AT_DATA = tl.constexpr(int(Place.DATA_FLAG))
+AT_STAGING = tl.constexpr(int(Place.STAGED_TILE))
+AT_SIGNAL = tl.constexpr(int(Place.SIGNAL))
+AT_PARTS = tl.constexpr(int(Place.PARTS_OF_CHANNEL))
 
 
 @triton.jit
@@ -208,16 +208,16 @@ def _relay_record(buffer_ptr, reporter):
 
 
 @triton.jit
-def send_headers(buffer_ptr, epoch, tokens, n, k, operation):
-    """Open a call: tell every peer the epoch, the token count, N, K and the operation."""
+def send_headers(buffer_ptr, epoch, rows, n, k, operation):
+    """Open a call: tell every peer the epoch, the rows of a chunk, N, K and the operation."""
     rank = tl.load(buffer_ptr + RANK)
     world_size = tl.load(buffer_ptr + WORLD_SIZE)
     for step in range(1, world_size):
-        send_header(buffer_ptr, (rank + step) % world_size, epoch, tokens, n, k, operation)
+        send_header(buffer_ptr, (rank + step) % world_size, epoch, rows, n, k, operation)
 
 
 @triton.jit
-def send_header(buffer_ptr, peer, epoch, tokens, n, k, operation):
+def send_header(buffer_ptr, peer, epoch, rows, n, k, operation):
     """Open a call towards ``peer``. What the program stored before its last ``tl.debug_barrier`` comes before it.
 
     Each word carries the epoch in its upper half and is stored atomically, so that no order among them is needed.
@@ -226,19 +226,50 @@ def send_header(buffer_ptr, peer, epoch, tokens, n, k, operation):
     lane = tl.arange(0, HEADER_WORDS)
     header = peer_address(buffer_ptr, peer) + tl.load(buffer_ptr + HEADERS)
     header_ptr = header.to(tl.pointer_type(tl.int64)) + row * HEADER_WORDS + lane
-    tl.atomic_xchg(header_ptr, header_words(epoch, tokens, n, k, operation), sem="release", scope="sys")
+    tl.atomic_xchg(header_ptr, header_words(epoch, rows, n, k, operation), sem="release", scope="sys")
 
 
 @triton.jit
-def header_words(epoch, tokens, n, k, operation):
+def header_words(epoch, rows, n, k, operation):
     """The HEADER_WORDS int64 words of a header."""
     lane = tl.arange(0, HEADER_WORDS)
-    value = tl.where(lane == 0, operation, tl.where(lane == 1, tokens, tl.where(lane == 2, n, k)))
+    value = tl.where(lane == 0, operation, tl.where(lane == 1, rows, tl.where(lane == 2, n, k)))
     return (epoch.to(tl.int64) << 32) | value.to(tl.int64)
 
 
 @triton.jit
-def wait_headers(buffer_ptr, first, last, epoch, tokens, n, k, operation):
+def open_call(buffer_ptr, task, epoch, rows, n, k, operation):
+    """Open a call, in the program that claimed task 0: send the headers. Every program calls it with its first task.
+
+    Returns 1, or 0 where the group has failed before: then nothing is announced.
+    """
+    ok = tl.full((), 1, tl.int32)
+    if task == 0:
+        if failure_noticed(buffer_ptr) == 0:
+            send_headers(buffer_ptr, epoch, rows, n, k, operation)
+        else:
+            ok = tl.full((), 0, tl.int32)
+    return ok
+
+
+@triton.jit
+def close_call(buffer_ptr, ok, checked, epoch, rows, n, k, operation):
+    """End a program's part of a call, whether it went well (``ok``) or not.
+
+    ``checked``: the headers of the ranks 1 to checked - 1 steps after this one agree already. Returns what
+    ``finish_call`` does; on 2 the caller poisons its output.
+    """
+    if ok == 1:
+        # No call ends before it has every peer's header: two slots are enough because of that (comm/README.md).
+        world_size = tl.load(buffer_ptr + WORLD_SIZE).to(tl.int32)
+        ok = wait_headers(buffer_ptr, checked, world_size, epoch, rows, n, k, operation)
+    if ok == 0:
+        stop_tasks(buffer_ptr)
+    return finish_call(buffer_ptr)
+
+
+@triton.jit
+def wait_headers(buffer_ptr, first, last, epoch, rows, n, k, operation):
     """Wait for the headers of the ranks ``first`` to ``last - 1`` steps after this one, and compare them.
 
     Returns 1 when all agree, else 0. Passing it for every peer is what proves that all peers have finished the call
@@ -249,17 +280,17 @@ def wait_headers(buffer_ptr, first, last, epoch, tokens, n, k, operation):
     ok = tl.full((), 1, tl.int32)
     for step in range(first, last):
         if ok == 1:
-            ok = wait_header(buffer_ptr, (rank + step) % world_size, epoch, tokens, n, k, operation)
+            ok = wait_header(buffer_ptr, (rank + step) % world_size, epoch, rows, n, k, operation)
     return ok
 
 
 @triton.jit
-def wait_header(buffer_ptr, peer, epoch, tokens, n, k, operation):
+def wait_header(buffer_ptr, peer, epoch, rows, n, k, operation):
     """Wait for the header of ``peer``, and compare it. Returns 1 when it agrees, else 0."""
     rank = tl.load(buffer_ptr + RANK)
     world_size = tl.load(buffer_ptr + WORLD_SIZE)
     lane = tl.arange(0, HEADER_WORDS)
-    expected = header_words(epoch, tokens, n, k, operation)
+    expected = header_words(epoch, rows, n, k, operation)
     ok = tl.full((), 1, tl.int32)
     address = peer_address(buffer_ptr, rank) + tl.load(buffer_ptr + HEADERS)
     row = (epoch & 1).to(tl.int64) * world_size + peer
@@ -279,7 +310,7 @@ def wait_header(buffer_ptr, peer, epoch, tokens, n, k, operation):
             elif now_ns(buffer_ptr) - start > tl.load(buffer_ptr + TIMEOUT_NS):
                 fail(
                     buffer_ptr, TIMEOUT, operation, AT_HEADER, peer, epoch, 0,
-                    tokens, tl.sum(tl.where(lane == 0, seen, 0)),
+                    rows, tl.sum(tl.where(lane == 0, seen, 0)),
                 )  # fmt: skip
                 ok = tl.full((), 0, tl.int32)
     if ok == 1:
@@ -290,7 +321,7 @@ def wait_header(buffer_ptr, peer, epoch, tokens, n, k, operation):
 @triton.jit
 def compare_header(buffer_ptr, peer, epoch, expected, seen, operation):
     """1 where the header that ``peer`` sent is as ``expected``; else 0, after reporting the first word that differs:
-    the operation before the token count, N and K."""
+    the operation before the rows of a chunk, N and K."""
     ok = tl.full((), 1, tl.int32)
     lane = tl.arange(0, HEADER_WORDS)
     word = tl.min(tl.where(seen != expected, lane, HEADER_WORDS))

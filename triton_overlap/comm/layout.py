@@ -65,6 +65,23 @@ class StateWord(IntEnum):
     EPOCH = 2  # of the next call, for buffers whose epochs live on the device
 
 
+class Failure(IntEnum):
+    """Why a call failed; the lowest byte of a failure record."""
+
+    TIMEOUT = 1
+    MISMATCH = 2
+
+
+class Place(IntEnum):
+    """What a failed wait waited for; the value's name is how messages call it."""
+
+    HEADER = 1
+    DATA_FLAG = 2
+    STAGED_TILE = 3
+    SIGNAL = 4
+    PARTS_OF_CHANNEL = 5
+
+
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 

@@ -7,7 +7,7 @@ from enum import IntEnum
 import torch
 
 from ..errors import CommError, CommMismatchError, CommTimeoutError, FailureRecord
-from .layout import RECORD_WORDS
+from .layout import RECORD_WORDS, Failure, Place
 
 
 class Operation(IntEnum):
@@ -22,6 +22,7 @@ class Operation(IntEnum):
     EP_COMBINE = 7
 
 
+#: The order is what peers are sent.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 #: How an operation may be done, as far as ranks must agree on it: who sends also decides which flags there are.
 METHODS = (
@@ -33,8 +34,6 @@ METHODS = (
     "bulk by copy engine",
     "nccl",
 )
-_KINDS = {1: "timeout", 2: "mismatch"}
-_PLACES = {1: "header", 2: "data flag", 3: "staged tile", 4: "signal", 5: "parts of channel"}
 _HEADER_FIELDS = ("operation", "T", "N", "K")
 _LOW_32 = (1 << 32) - 1
 
@@ -59,9 +58,9 @@ def describe_operation(code: int) -> str:
 def decode_record(words: list[int], reported_by: int, world_size: int) -> FailureRecord:
     """The failure that a kernel wrote as RECORD_WORDS int64 words (``comm.device._record``)."""
     head, rank_plus_1, peer, epoch, index, expected, seen, _ = words
-    kind = _KINDS[head & 0xFF]
+    kind = Failure(head & 0xFF).name.lower()
     operation = describe_operation(head >> 8 & _LOW_32)
-    place = _PLACES[head >> 40 & 0xFF]
+    place = Place(head >> 40 & 0xFF).name.lower().replace("_", " ")
     expected_text, seen_text = f"epoch {expected}", f"epoch {seen}"
     if place == "header":
         if kind == "timeout":
@@ -71,10 +70,9 @@ def decode_record(words: list[int], reported_by: int, world_size: int) -> Failur
             expected_text = describe_operation(expected & _LOW_32)
             seen_text = describe_operation(seen & _LOW_32)
         else:
-            name = _HEADER_FIELDS[index]
-            scale = world_size if name == "T" else 1  # the header carries the rows of a chunk
-            expected_text = f"{name} = {(expected & _LOW_32) * scale}"
-            seen_text = f"{name} = {(seen & _LOW_32) * scale}"
+            expected_text, seen_text = (
+                _describe_size(_HEADER_FIELDS[index], value & _LOW_32, world_size) for value in (expected, seen)
+            )
     elif place in ("signal", "parts of channel"):
         what = "puts and pushes" if place == "signal" else "complete sub-parts"
         expected_text, seen_text = f"{expected} {what}", f"{seen}"
@@ -92,11 +90,21 @@ def decode_record(words: list[int], reported_by: int, world_size: int) -> Failur
     )
 
 
+def _describe_size(name: str, value: int, world_size: int) -> str:
+    """A header's number for a message. It carries the rows of a chunk, of which T is the multiple."""
+    return f"T = {value * world_size} ({value} rows a rank)" if name == "T" else f"{name} = {value}"
+
+
 def error_for(record: FailureRecord, rank: int, timeout_s: float) -> CommError:
     """What rank ``rank`` raises for ``record``."""
     told = "" if record.rank == rank else f" (reported by rank {record.rank})"
     remedy = "the group is broken: call group.recover() on every rank"
     if record.kind == "mismatch":
+        if record.expected.startswith("T ="):
+            remedy = (
+                "every rank must pass the same number of rows (packing.pad_packed makes T divisible by the ranks); "
+                + remedy
+            )
         return CommMismatchError(
             f"{record.operation}: ranks disagree in epoch {record.epoch}: rank {record.rank} called with "
             f"{record.expected}, rank {record.peer} with {record.seen}{told}; {remedy}",

@@ -18,13 +18,11 @@ from ..comm.device import (
     RANK,
     WORLD_SIZE,
     claim_task,
-    failure_noticed,
-    finish_call,
+    close_call,
     flags_ptr,
+    open_call,
     poison,
-    send_headers,
     slot_address,
-    stop_tasks,
     wait_flags,
     wait_headers,
 )
@@ -50,22 +48,16 @@ def all_gather_kernel(
     pushes = world_size * pieces
     total = pushes + (world_size - 1) * waits
 
-    ok = tl.full((), 1, tl.int32)
-    agreed = tl.full((), 0, tl.int32)
+    checked = tl.full((), 1, tl.int32)  # the headers of ranks 1 .. checked-1 steps away agree
     task = claim_task(buffer_ptr)
-    if task == 0:
-        if failure_noticed(buffer_ptr) == 0:
-            send_headers(buffer_ptr, epoch, rows, 0, K, operation)
-        else:
-            ok = tl.full((), 0, tl.int32)
+    ok = open_call(buffer_ptr, task, epoch, rows, 0, K, operation)
     while (task < total) & (ok == 1):
         if task < pushes:
             peer = (rank + world_size - 1 - task // pieces) % world_size
             push_piece(buffer_ptr, x_ptr, peer, task % pieces, rows_per_flag, rows, K, epoch, ALIGNED, COPY_BLOCK)
         else:
-            if agreed == 0:
-                ok = wait_headers(buffer_ptr, 1, world_size, epoch, rows, 0, K, operation)
-                agreed = tl.full((), 1, tl.int32)
+            ok = wait_headers(buffer_ptr, checked, world_size, epoch, rows, 0, K, operation)
+            checked = world_size
             if ok == 1:
                 source = (rank + 1 + (task - pushes) // waits) % world_size
                 first = (task - pushes) % waits * FLAG_LANES
@@ -73,11 +65,7 @@ def all_gather_kernel(
                 own_flags = flags_ptr(buffer_ptr, rank, source, epoch)
                 ok = wait_flags(buffer_ptr, own_flags, first, count, epoch, operation, AT_DATA, source, FLAG_LANES)
         task = claim_task(buffer_ptr)
-    if (ok == 1) & (agreed == 0):
-        ok = wait_headers(buffer_ptr, 1, world_size, epoch, rows, 0, K, operation)
-    if ok == 0:
-        stop_tasks(buffer_ptr)
-    if finish_call(buffer_ptr) == 2:
+    if close_call(buffer_ptr, ok, checked, epoch, rows, 0, K, operation) == 2:
         slot_ptr = slot_address(buffer_ptr, rank, epoch).to(x_ptr.dtype)
         poison(buffer_ptr, slot_ptr, (rows * world_size).to(tl.int64) * K, COPY_BLOCK)
 

@@ -32,13 +32,11 @@ from ..comm.device import (
     RANK,
     WORLD_SIZE,
     claim_task,
-    failure_noticed,
-    finish_call,
+    close_call,
     flags_ptr,
+    open_call,
     poison,
-    send_headers,
     slot_address,
-    stop_tasks,
     wait_flags,
     wait_headers,
 )
@@ -92,15 +90,10 @@ def all_gather_matmul_kernel(
     pieces = tl.cdiv(rows, rows_per_flag)
     total = world_size * tiles + pushes * pieces
 
-    ok = tl.full((), 1, tl.int32)
     checked = tl.full((), 1, tl.int32)  # the headers of ranks 1 .. checked-1 steps away agree
     arrived = tl.full((), -1, tl.int32)  # the flag this program saw last: one may cover many tiles
     task = claim_task(buffer_ptr)
-    if task == 0:
-        if failure_noticed(buffer_ptr) == 0:
-            send_headers(buffer_ptr, epoch, rows, N, K, operation)
-        else:
-            ok = tl.full((), 0, tl.int32)
+    ok = open_call(buffer_ptr, task, epoch, rows, N, K, operation)
     while (task < total) & (ok == 1):
         phase = tl.minimum(task // (tiles + pieces), pushes)
         index = task - phase * (tiles + pieces)
@@ -144,11 +137,7 @@ def all_gather_matmul_kernel(
                 )  # fmt: skip
                 _store_tile(out_desc, out_ptr, bias_ptr, acc, source, row, rows, col, N, BLOCK_M, BLOCK_N)
         task = claim_task(buffer_ptr)
-    if ok == 1:
-        ok = wait_headers(buffer_ptr, checked, world_size, epoch, rows, N, K, operation)
-    if ok == 0:
-        stop_tasks(buffer_ptr)
-    if finish_call(buffer_ptr) == 2:
+    if close_call(buffer_ptr, ok, checked, epoch, rows, N, K, operation) == 2:
         poison(buffer_ptr, out_ptr, (rows * world_size).to(tl.int64) * N, COPY_BLOCK)
 
 

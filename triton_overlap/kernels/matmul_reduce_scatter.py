@@ -44,16 +44,14 @@ from ..comm.device import (
     STAGING,
     WORLD_SIZE,
     claim_task,
-    failure_noticed,
-    finish_call,
+    close_call,
     flags_ptr,
+    open_call,
     poison,
     release_flag,
     release_staged,
-    send_headers,
     slot_address,
     staged_ptr,
-    stop_tasks,
     wait_flags,
     wait_headers,
 )
@@ -183,14 +181,9 @@ def matmul_reduce_scatter_kernel(
     delay = tl.minimum(tl.minimum(delay, tiles), peer_tiles)
     total = 2 * peer_tiles + tiles
 
-    ok = tl.full((), 1, tl.int32)
-    agreed = tl.full((), 0, tl.int32)
+    checked = tl.full((), 1, tl.int32)  # the headers of ranks 1 .. checked-1 steps away agree
     task = claim_task(buffer_ptr)
-    if task == 0:
-        if failure_noticed(buffer_ptr) == 0:
-            send_headers(buffer_ptr, epoch, rows, N, K, operation)
-        else:
-            ok = tl.full((), 0, tl.int32)
+    ok = open_call(buffer_ptr, task, epoch, rows, N, K, operation)
     while (task < total) & (ok == 1):
         kind, index = _queue_entry(task, peer_tiles, delay)
         # Peers are served in the order 1, 2, .. steps before this rank, so that no owner gets from all at once.
@@ -222,9 +215,8 @@ def matmul_reduce_scatter_kernel(
                 _stage_tile(staging_ptr, acc, owner, row, rows, col, N, BLOCK_M, BLOCK_N)
                 release_staged(staged_ptr(buffer_ptr, owner) + tile, epoch)
             else:
-                if agreed == 0:
-                    ok = wait_headers(buffer_ptr, 1, world_size, epoch, rows, N, K, operation)
-                    agreed = tl.full((), 1, tl.int32)
+                ok = wait_headers(buffer_ptr, checked, world_size, epoch, rows, N, K, operation)
+                checked = world_size
                 for step in range(1, world_size):
                     if ok == 1:
                         source = (rank + step) % world_size
@@ -247,11 +239,7 @@ def matmul_reduce_scatter_kernel(
                         BLOCK_N,
                     )
         task = claim_task(buffer_ptr)
-    if (ok == 1) & (agreed == 0):
-        ok = wait_headers(buffer_ptr, 1, world_size, epoch, rows, N, K, operation)
-    if ok == 0:
-        stop_tasks(buffer_ptr)
-    if finish_call(buffer_ptr) == 2:
+    if close_call(buffer_ptr, ok, checked, epoch, rows, N, K, operation) == 2:
         poison(buffer_ptr, out_ptr, rows.to(tl.int64) * N, COPY_BLOCK)
 
 

@@ -20,13 +20,11 @@ from ..comm.device import (
     RANK,
     WORLD_SIZE,
     claim_task,
-    failure_noticed,
-    finish_call,
+    close_call,
     flags_ptr,
+    open_call,
     poison,
-    send_headers,
     slot_address,
-    stop_tasks,
     wait_flags,
     wait_headers,
 )
@@ -72,14 +70,9 @@ def reduce_scatter_kernel(
     pushes = (world_size - 1) * pieces
     total = pushes + pieces
 
-    ok = tl.full((), 1, tl.int32)
-    agreed = tl.full((), 0, tl.int32)
+    checked = tl.full((), 1, tl.int32)  # the headers of ranks 1 .. checked-1 steps away agree
     task = claim_task(buffer_ptr)
-    if task == 0:
-        if failure_noticed(buffer_ptr) == 0:
-            send_headers(buffer_ptr, epoch, rows, 0, K, operation)
-        else:
-            ok = tl.full((), 0, tl.int32)
+    ok = open_call(buffer_ptr, task, epoch, rows, 0, K, operation)
     while (task < total) & (ok == 1):
         piece = task % pieces
         if task < pushes:
@@ -87,9 +80,8 @@ def reduce_scatter_kernel(
             source_ptr = x_ptr + owner * chunk
             push_piece(buffer_ptr, source_ptr, owner, piece, rows_per_flag, rows, K, epoch, ALIGNED, COPY_BLOCK)
         else:
-            if agreed == 0:
-                ok = wait_headers(buffer_ptr, 1, world_size, epoch, rows, 0, K, operation)
-                agreed = tl.full((), 1, tl.int32)
+            ok = wait_headers(buffer_ptr, checked, world_size, epoch, rows, 0, K, operation)
+            checked = world_size
             for step in range(1, world_size):
                 if ok == 1:
                     source = (rank + step) % world_size
@@ -101,11 +93,7 @@ def reduce_scatter_kernel(
                 own_ptr = x_ptr + rank * chunk
                 _reduce_piece(buffer_ptr, own_ptr, out_ptr, slot_ptr, first_row * K, count, chunk, COPY_BLOCK)
         task = claim_task(buffer_ptr)
-    if (ok == 1) & (agreed == 0):
-        ok = wait_headers(buffer_ptr, 1, world_size, epoch, rows, 0, K, operation)
-    if ok == 0:
-        stop_tasks(buffer_ptr)
-    if finish_call(buffer_ptr) == 2:
+    if close_call(buffer_ptr, ok, checked, epoch, rows, 0, K, operation) == 2:
         poison(buffer_ptr, out_ptr, chunk, COPY_BLOCK)
 
 
