@@ -61,8 +61,8 @@ def tile_config(dtype: torch.dtype, n: int, k: int, *, interpreted: bool) -> Til
     """The configuration for a GEMM with N ``n`` and K ``k`` in ``dtype``, whatever its token count.
 
     Source of the GPU sizes: a persistent bf16 GEMM of 128 x 256 x 64 tiles in groups of 8, three stages and eight warps
-    ran at 0.97 to 1.04 of cuBLAS on an H200; four stages overflow its shared memory. Tiles under the interpreter are as large as the
-    matrix, because its cost is by the statement and not by the element.
+    ran at 0.97 to 1.04 of cuBLAS on an H200; four stages overflow its shared memory. Tiles under the interpreter are as
+    large as the matrix, because its cost is by the statement and not by the element.
     """
     if interpreted:
         return TileConfig(
