@@ -626,6 +626,10 @@ def settings(group: to.Group, case: Case) -> None:
     for call, words in wrong():
         with pytest.raises(ValueError, match=words):
             call()
+    layer = nn_.Linear(hidden, ffn * world_size, parallel_mode="column", **split)
+    layer.method = "telepathy"
+    with pytest.raises(ValueError, match="unknown method 'telepathy'"):
+        layer(x)
     for call in (
         lambda: nn_.MultiheadAttention(hidden, shape.heads, attention_dropout=0.1, **base),
         lambda: nn_.TransformerLayer(hidden, ffn, shape.heads, hidden_dropout=0.1, **base),

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.distributed import Ranks
 from tests.nn import module_bodies as bodies
 from tests.nn.module_bodies import BULK, ROW, RS_DGRAD, Case
 from tests.nn.plain import Shape
 from tests.ops.cases import in_simulator, on_ranks
+from triton_overlap.nn import attention
 from triton_overlap.nn.rotary import RotaryPositionEmbedding, apply_rotary, document_positions
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -100,6 +102,48 @@ def test_rotation_of_part_of_a_head() -> None:
     assert torch.equal(RotaryPositionEmbedding(8)(2, offset=3), RotaryPositionEmbedding(8)(5)[3:])
 
 
+@pytest.mark.parametrize("takes_groups", (True, False))
+@pytest.mark.parametrize("causal", (True, False))
+def test_variable_length_kernel_is_called_right(
+    monkeypatch: pytest.MonkeyPatch, causal: bool, takes_groups: bool
+) -> None:
+    """With a stand-in for the GPU kernel, of newer releases of PyTorch and of those that know no grouped heads."""
+    from torch.nn.attention import varlen
+
+    calls = []
+
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        window_size: tuple[int, int],
+        **grouped: bool,
+    ) -> Tensor:
+        assert grouped == ({"enable_gqa": True} if takes_groups else {})
+        assert key.shape[1] == value.shape[1] == (2 if takes_groups else 4)
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        calls.append((max_q, max_k))
+        return attention.packed_attention(
+            query, key, value, cu_seq_q, max_seqlen=max_q, causal=window_size == (-1, 0), scale=scale
+        )
+
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "_kernel_takes_grouped_heads", lambda: takes_groups)
+    query, key, value = torch.randn(9, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
+    cu_seqlens = torch.tensor([0, 4, 4, 9])
+    expected = attention.packed_attention(query, key, value, cu_seqlens, max_seqlen=None, causal=causal, scale=0.3)
+    for longest in (5, None):
+        out = attention._variable_length_kernel(query, key, value, cu_seqlens, longest, causal, 0.3)
+        torch.testing.assert_close(out, expected)
+    assert calls == [(5, 5), (9, 9)]
+
+
 @pytest.mark.parametrize("args", LINEAR, ids=_name)
 def test_linear(args: tuple[Any, ...]) -> None:
     on_ranks(2, bodies.linear, CPU, *args)
@@ -115,7 +159,15 @@ def test_block(args: tuple[Any, ...]) -> None:
     _run_block(2, CPU, args)
 
 
-@pytest.mark.parametrize("world_size, case", ((1, CPU), (4, replace(CPU, tokens=(11, 16)))), ids=("1", "4"))
+@pytest.mark.parametrize(
+    "world_size, case",
+    (
+        (1, CPU),
+        (3, replace(CPU, tokens=(11, 1), shape=replace(CPU.shape, heads=6, kv_heads=3))),
+        (4, replace(CPU, tokens=(11, 16))),
+    ),
+    ids=("1", "3", "4"),
+)
 def test_layer_of_other_group_sizes(world_size: int, case: Case) -> None:
     _run_block(world_size, case, (FP32, "layer", LLAMA, {}))
 
