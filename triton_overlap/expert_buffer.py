@@ -253,6 +253,11 @@ class ExpertBuffer:
         context, first = self.layout.geometry.signal(channel, 0)
         return context * self.layout.geometry.signals_per_context + first
 
+    @property
+    def bases(self) -> torch.Tensor:
+        """int64 [num_signals], what this rank's signals held when the last call ended."""
+        return self._local[: 8 * self.layout.num_signals].view(torch.int64)
+
     def renew(self, epoch: int) -> None:
         """Collective, for ``group.recover``: fresh memory, going on from ``epoch``."""
         self.group.backend.free(self.memory)

@@ -350,5 +350,5 @@ def launch(
         PUT=buffer.network.put,
         EXPAND=expand,
         BLOCK=min(_BLOCK, triton.next_power_of_2(out.shape[1])),
-        LANES=128,
+        LANES=16 if buffer.group.backend.interpreted else 128,
     )

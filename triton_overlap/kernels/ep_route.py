@@ -23,7 +23,7 @@ from .ep_slots import EXPERTS, MAX_TOKENS, POSITIONS, SENT_COUNTS, number
 from .launching import launch_kernel
 
 #: Tokens that a program looks at at a time.
-_BLOCK = 64 if INTERPRETED.value else 512
+_BLOCK = 16 if INTERPRETED.value else 512
 
 
 @triton.jit(do_not_specialize=["tokens", "topk"])

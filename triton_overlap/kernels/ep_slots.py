@@ -54,9 +54,9 @@ ORIGINS = tl.constexpr(int(EpWord.ORIGINS))
 EXPANDED = tl.constexpr(int(EpWord.EXPANDED))
 
 #: Words of a row that a program moves at a time.
-COPY_WORDS = tl.constexpr(4096 if INTERPRETED.value else 1024)
+COPY_WORDS = tl.constexpr(256 if INTERPRETED.value else 1024)
 #: Lanes for the counts that ranks exchange.
-COUNT_LANES = tl.constexpr(256)
+COUNT_LANES = tl.constexpr(32 if INTERPRETED.value else 256)
 
 
 @triton.jit

@@ -45,7 +45,7 @@ from .ep_slots import (
 from .launching import launch_kernel
 
 FIXED_WORDS = tl.constexpr(_FIXED_WORDS)
-_BLOCK = 64 if INTERPRETED.value else 256
+_BLOCK = 16 if INTERPRETED.value else 256
 
 
 @triton.jit
@@ -150,9 +150,10 @@ def ep_expand_kernel(
         before = tl.cumsum(tl.sum(here, 1), 0) - tl.sum(here, 1)
         place = total + before[:, None] + tl.cumsum(here, 1) - 1
         expanded_ptr = routing_ptr + tl.load(ep_ptr + EXPANDED) + offset
-        tl.store(expanded_ptr, place, mask=local == own)
-        tl.store(expanded_ptr, tl.full((BLOCK, K_LANES), -1, tl.int32), mask=(local == -1) & (own == 0))
-        total += tl.sum(tl.sum(here, 1))
+        # The first expert's program also marks what no expert here has.
+        nowhere = local == tl.where(own == 0, -1, -3)
+        tl.store(expanded_ptr, tl.where(here > 0, place, -1), mask=(here > 0) | nowhere)
+        total += tl.sum(tl.sum(here, 1), 0)
 
 
 @dataclass(frozen=True)

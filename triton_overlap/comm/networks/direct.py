@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..group import Group
 
 #: Words that a program moves at a time.
-_BLOCK = tl.constexpr(4096 if INTERPRETED.value else 1024)
+_BLOCK = tl.constexpr(256 if INTERPRETED.value else 1024)
 
 
 @triton.jit

@@ -1,0 +1,100 @@
+"""Device functions of the expert-parallel kernels with one mistake each; tests put them in the place of the right ones.
+
+Under the interpreter a kernel looks its device functions up by name, so replacing a module's name plants the fault.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from triton_overlap.comm.device import RANK, device_epoch
+from triton_overlap.kernels.ep_combine import wait_batches as right_wait_batches
+from triton_overlap.kernels.ep_dispatch import poll_part as right_poll_part
+from triton_overlap.kernels.ep_dispatch import receive_channel as right_receive_channel
+from triton_overlap.kernels.ep_slots import (
+    BATCH_SIGNALS,
+    HELLO_SIGNALS,
+    STAGING,
+    base_ptr,
+    data_signal,
+    header_valid,
+    words_at,
+)
+from triton_overlap.kernels.ep_slots import channel_slot as right_channel_slot
+
+MANY = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def headers_first(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES: tl.constexpr):
+    """The headers, and then the signal."""
+    _, header = right_poll_part(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES)
+    signal = data_signal(ep_ptr, channel, part)
+    address = words_at(buffer_ptr, tl.load(buffer_ptr + RANK), signal)
+    counted = tl.atomic_add(address, 0, sem="acquire", scope="sys") - tl.load(base_ptr(ep_ptr, signal))
+    return counted, header
+
+
+@triton.jit
+def headers_twice(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES: tl.constexpr):
+    """The count is compared with one reading of the headers, and the batches are taken by another."""
+    counted, first = right_poll_part(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES)
+    _, second = right_poll_part(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES)
+    visible = tl.sum(header_valid(first, device_epoch(buffer_ptr)).to(tl.int32))
+    return tl.where(counted >= visible, MANY, -1), second
+
+
+@triton.jit
+def count_ignored(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES: tl.constexpr):
+    """A valid header is enough."""
+    counted, header = right_poll_part(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES)
+    return tl.maximum(counted, MANY), header
+
+
+@triton.jit
+def base_at_entry(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, channel, SOURCE_LANES: tl.constexpr):
+    """The base is what the signal holds when the channel is first looked at."""
+    signal = data_signal(ep_ptr, channel, 0)
+    address = words_at(buffer_ptr, tl.load(buffer_ptr + RANK), signal)
+    tl.store(base_ptr(ep_ptr, signal), tl.atomic_add(address, 0, sem="acquire", scope="sys"))
+    return right_receive_channel(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, channel, SOURCE_LANES)
+
+
+@triton.jit
+def no_wait(buffer_ptr, ep_ptr, epoch, operation):
+    """No entry barrier."""
+    return tl.full((), 1, tl.int32)
+
+
+@triton.jit
+def no_hearing(buffer_ptr, ep_ptr, source_out, epoch, operation, header):
+    """Nor one in the program that announces the call."""
+    base = base_ptr(ep_ptr, tl.load(ep_ptr + HELLO_SIGNALS) + source_out * 8)
+    tl.store(base, tl.load(base) + 1)
+    return tl.full((), 1, tl.int32)
+
+
+@triton.jit
+def any_epoch(header, epoch):
+    """A header of an earlier call is accepted."""
+    return header < 0
+
+
+@triton.jit
+def staging_rewritten(ep_ptr, region, scale_out, channel, slot):
+    """Staging has two slots, used in turn within a call."""
+    if region == STAGING:
+        slot = slot % 2
+    return right_channel_slot(ep_ptr, region, scale_out, channel, slot)
+
+
+@triton.jit
+def gate_short_by_one(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, channel):
+    """The reduction starts one batch early."""
+    base = base_ptr(ep_ptr, tl.load(ep_ptr + BATCH_SIGNALS) + channel * 8)
+    before = tl.load(base)
+    tl.store(base, before - 1)
+    ok = right_wait_batches(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, channel)
+    tl.store(base, tl.load(base) + 1)
+    return ok

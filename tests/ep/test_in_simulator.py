@@ -1,0 +1,206 @@
+"""Expert buffers under random schedules and an unordered network: results equal to an all-to-all, faults found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton.runtime.interpreter import InterpretedFunction
+
+from tests.ep import bodies
+from tests.ep.worlds import Case
+from triton_overlap.comm.group import Group
+from triton_overlap.errors import CommTimeoutError, SimulationError
+from triton_overlap.kernels import ep_combine, ep_dispatch, ep_slots
+from triton_overlap.sim import KillRank, LoseSignal, StallSource, World
+
+if not isinstance(tl.cdiv, InterpretedFunction):
+    pytest.skip("the simulator needs Triton's interpreter", allow_module_level=True)
+
+from tests.ep import faulty
+
+#: Parts of two tokens in one sub-part or two, so that channels have several puts.
+SMALL_PARTS = {"min_tokens_per_part": 1, "channels_per_sm": 1}
+
+
+def run(case: Case, seed: int, network: str, calls: int = 2, **options: Any) -> None:
+    seeds = tuple(range(seed, seed + calls))
+    results = World(case.world_size, seed, **options).run(
+        lambda group: bodies.round_trips(group, case, network, seeds), return_exceptions=True
+    )
+    for result in results:
+        if result is not None:
+            raise result
+
+
+@pytest.mark.parametrize(
+    "scale_out, scale_up, network",
+    [(1, 1, "direct"), (1, 2, "direct"), (2, 1, "direct"), (2, 1, "simulated"), (2, 2, "simulated")],
+)
+@pytest.mark.parametrize("check_races", [True, False])
+def test_round_trips(scale_out: int, scale_up: int, network: str, check_races: bool) -> None:
+    run(Case(scale_out, scale_up), 1, network, check_races=check_races)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 1, settings=SMALL_PARTS),
+        Case(2, 1, masked=0.0, one_expert=True),
+        Case(1, 2, tokens=(0, 1), topk=1),
+        Case(2, 1, masked=1.0),
+        Case(2, 1, hidden=48, topk=3, tokens=(1, 6), settings=SMALL_PARTS),
+    ],
+    ids=["small parts", "one expert", "no tokens", "all masked", "odd sizes"],
+)
+def test_routings(case: Case) -> None:
+    for seed in range(2):
+        run(case, seed, "simulated" if case.scale_out > 1 else "direct")
+
+
+def _cases() -> st.SearchStrategy[Case]:
+    return st.builds(
+        Case,
+        scale_out=st.sampled_from((1, 2)),
+        scale_up=st.just(1),
+        hidden=st.sampled_from((16, 32, 80)),
+        topk=st.integers(1, 2),
+        tokens=st.lists(st.integers(0, 6), min_size=1, max_size=3).map(tuple),
+        masked=st.sampled_from((0.0, 0.3, 1.0)),
+        one_expert=st.booleans(),
+        settings=st.fixed_dictionaries(
+            {
+                "min_tokens_per_part": st.sampled_from((1, 2, 15)),
+                "num_sub_parts": st.integers(1, 3),
+                "channels_per_sm": st.integers(1, 2),
+            }
+        ),
+    )
+
+
+@settings(deadline=None, max_examples=5)
+@given(case=_cases(), seed=st.integers(0, 2**31 - 10))
+def test_any_routing_and_schedule(case: Case, seed: int) -> None:
+    run(case, seed, "simulated")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(36000)
+@pytest.mark.parametrize("scale_out, scale_up", [(1, 2), (2, 1), (2, 2), (4, 1), (2, 4), (4, 2)])
+def test_campaign(scale_out: int, scale_up: int) -> None:
+    """2000 schedules over the topologies."""
+    for seed in range(334):
+        settings = ({}, SMALL_PARTS, {"num_sub_parts": 3, "channels_per_sm": 1})[seed % 3]
+        case = Case(scale_out, scale_up, one_expert=seed % 7 == 0, settings=settings)
+        run(case, seed, "simulated", calls=3, faults=[StallSource(0)] if seed % 5 == 0 else None)
+
+
+def test_a_stalled_source() -> None:
+    run(Case(2, 1, settings=SMALL_PARTS), 0, "simulated", faults=[StallSource(1)])
+
+
+FAULTS: dict[str, dict[tuple[Any, str], Any]] = {
+    "headers before the signal": {(ep_dispatch, "poll_part"): faulty.headers_first},
+    "headers read twice": {(ep_dispatch, "poll_part"): faulty.headers_twice},
+    "count ignored": {(ep_dispatch, "poll_part"): faulty.count_ignored},
+    "base sampled at entry": {(ep_dispatch, "receive_channel"): faulty.base_at_entry},
+    "no entry barrier": {
+        (ep_dispatch, "wait_entered"): faulty.no_wait,
+        (ep_combine, "wait_entered"): faulty.no_wait,
+        (ep_slots, "_hear"): faulty.no_hearing,
+    },
+    "stale iteration accepted": {(ep_dispatch, "header_valid"): faulty.any_epoch},
+    "staging rewritten": {(ep_dispatch, "channel_slot"): faulty.staging_rewritten},
+    "gate short by one": {(ep_combine, "wait_batches"): faulty.gate_short_by_one},
+}
+#: Few tokens, and many puts that share a signal.
+FAULT_CASE = Case(
+    2, 1, max_tokens=4, topk=1, tokens=(4, 3), masked=0.0, settings={"num_sub_parts": 4, "channels_per_sm": 1}
+)
+
+
+@pytest.mark.parametrize("check_races", [True, False], ids=["checker", "values"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, check_races: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for (module, name), replacement in FAULTS[fault].items():
+        monkeypatch.setattr(module, name, replacement)
+    for seed in range(60):
+        try:
+            run(FAULT_CASE, seed, "simulated", calls=2, check_races=check_races, max_steps=50_000)
+        except (AssertionError, SimulationError, CommTimeoutError):
+            return
+    pytest.fail(f"60 schedules did not show: {fault}")
+
+
+def test_a_map_slot_used_twice_is_found() -> None:
+    def body(group: Group) -> None:
+        buffer = bodies.make_buffer(group, FAULT_CASE, network="simulated")
+        for seed in range(4):
+            bodies.round_trip(buffer, FAULT_CASE, seed, spoil=_reuse_slot)
+
+    with pytest.raises(AssertionError):
+        World(2, 0).run(body)
+
+
+def _reuse_slot(handle: Any) -> None:
+    slots = handle.view("map")
+    slots[slots == 1] = 0
+
+
+def test_a_lost_signal_ends_in_the_same_error_on_every_rank() -> None:
+    def body(group: Group) -> str:
+        buffer = bodies.make_buffer(group, FAULT_CASE, network="simulated")
+        signals = buffer.layout.offset("signals") + 16 * 2 + 8 * buffer.layout.geometry.num_channels
+        places.append((signals, signals + 8 * buffer.layout.num_data_signals))
+        place = _place_of_failure(lambda: bodies.round_trip(buffer, FAULT_CASE, 0, combines=False))
+        group.backend.barrier(1e6)  # rank 1 waits its whole time, rank 0 has all it wants
+        if group.rank == 0:
+            assert place == "none"
+            place = _place_of_failure(lambda: bodies.round_trip(buffer, FAULT_CASE, 1))
+        return place
+
+    places: list[tuple[int, int]] = []
+    lost = LoseSignal(
+        source=0, target=1, where=lambda offset, num_bytes: bool(places) and places[0][0] <= offset < places[0][1]
+    )
+    assert World(2, 5, faults=[lost]).run(body, return_exceptions=True) == ["parts of channel"] * 2
+
+
+def _place_of_failure(call: Callable[[], None]) -> str:
+    try:
+        call()
+    except CommTimeoutError as error:
+        return "host" if error.record is None else error.record.place
+    return "none"
+
+
+def test_a_dead_rank_ends_in_an_error_on_the_others() -> None:
+    def body(group: Group) -> str:
+        buffer = bodies.make_buffer(group, FAULT_CASE, network="simulated")
+        try:
+            for seed in range(20):
+                bodies.round_trip(buffer, FAULT_CASE, seed)
+        except CommTimeoutError:
+            return "timeout"
+        return "no error"
+
+    results = World(2, 2, faults=[KillRank(1, turn=400)], timeout_s=5.0).run(body, return_exceptions=True)
+    assert isinstance(results[0], CommTimeoutError) or results[0] == "timeout"
+
+
+def test_signals_end_at_their_bases() -> None:
+    def body(group: Group) -> None:
+        buffer = bodies.make_buffer(group, Case(2, 1), network="simulated")
+        bodies.round_trips_on(buffer, Case(2, 1), (0, 1))
+        group.barrier()
+        start = buffer.layout.offset("signals")
+        signals = buffer.memory.local[start : start + 8 * buffer.layout.num_signals].view(torch.int64)
+        assert torch.equal(signals, buffer.bases)
+        assert signals.sum() > 0
+
+    World(2, 4).run(body)
