@@ -194,7 +194,7 @@ class UserBuffer:
         dims = check_active_shape(shape, self.capacity_shape, self.group.world_size)
         if explicit is not None and dims != explicit:
             raise ActiveShapeError(
-                f"the active shape was set to {explicit}, got a tensor for {dims}; set the new shape first, or None to "
+                f"the active shape was set to {explicit}, got a tensor for {dims}; call set_active_shape with the new one, or None to "
                 "take it from each tensor"
             )
 
