@@ -194,8 +194,8 @@ class UserBuffer:
         dims = check_active_shape(shape, self.capacity_shape, self.group.world_size)
         if explicit is not None and dims != explicit:
             raise ActiveShapeError(
-                f"the active shape was set to {explicit}, got a tensor for {dims}; call set_active_shape with the new one, or None to "
-                "take it from each tensor"
+                f"the active shape was set to {explicit}, got a tensor for {dims}; set the new shape first with "
+                "set_active_shape (set_ub_active_shape for communicators); None takes it from each tensor"
             )
 
     def _check_open(self) -> None:
