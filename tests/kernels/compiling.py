@@ -6,6 +6,7 @@ modules and binds the arguments as Triton's own launcher does.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.compiler import compile as triton_compile
 from triton.runtime.jit import create_function_from_signature
 
-from triton_overlap.comm.backend import CopyStream, SymmetricMemory
+from triton_overlap.comm.backend import Collectives, CopyStream, SymmetricMemory
 from triton_overlap.kernels.launching import compilation_key
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -53,6 +54,7 @@ class OneRankOfMany:
     num_programs = 132
     clock_address = 0
     copies: CopyStream | None = None
+    collectives: Collectives | None = None
 
     def __init__(self, world_size: int) -> None:
         self.rank = 0
@@ -60,6 +62,9 @@ class OneRankOfMany:
         self.device = torch.device("cpu")
 
     def barrier(self, timeout_s: float) -> None:
+        pass
+
+    def rejoin(self, generation: int) -> None:
         pass
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
@@ -83,6 +88,9 @@ class OneRankOfMany:
 
     def wait_event(self, event: Any) -> None:
         pass
+
+    def side_stream(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def synchronize(self) -> None:
         pass

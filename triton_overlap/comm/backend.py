@@ -21,6 +21,7 @@ What it does not promise
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -67,6 +68,16 @@ class CopyStream(Protocol):
         """Whatever the caller's current stream gets next starts after all pushes; ``source`` may be freed then."""
 
 
+class Collectives(Protocol):
+    """A communication library's own collectives over the ranks of a group, on the caller's current stream."""
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """``out`` [W * n, ...] gets every rank's contiguous ``x`` [n, ...], in rank order."""
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """``out`` [n, ...] gets this rank's part of the sum of every rank's contiguous ``x`` [W * n, ...]."""
+
+
 class Backend(Protocol):
     """See the module's page.
 
@@ -80,6 +91,7 @@ class Backend(Protocol):
         clock_address: address of an int64 word of nanoseconds that ticks by itself (wall time) or when nothing else
             can move (virtual time); 0 where kernels read the hardware timer.
         copies: transfers beside the kernels, or None where there are none.
+        collectives: those of the process group that the ranks come from, or None where there is none.
     """
 
     name: str
@@ -90,9 +102,14 @@ class Backend(Protocol):
     num_programs: int
     clock_address: int
     copies: CopyStream | None
+    collectives: Collectives | None
 
     def barrier(self, timeout_s: float) -> None:
         """Return once every rank has called it. ``CommTimeoutError`` names the missing ranks."""
+
+    def rejoin(self, generation: int) -> None:
+        """Local: later host collectives are those of ``generation``, counted from none, whatever happened before. Every
+        rank rejoins the same generation, and may do so again where an attempt in it expired."""
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         """Every rank's ``value`` (picklable), in rank order. ``CommTimeoutError`` names the missing ranks."""
@@ -116,6 +133,10 @@ class Backend(Protocol):
 
     def wait_event(self, event: Any) -> None:
         """What the current stream gets next starts after ``event``."""
+
+    def side_stream(self) -> AbstractContextManager[Any]:
+        """Inside, a stream of the backend's own is the current one, the same at every use. Events alone order it with
+        others. It takes kernels; what torch computes inside may happen at once."""
 
     def synchronize(self) -> None:
         """Return once everything this rank launched has finished."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -46,10 +46,7 @@ def create(name: str, process_group: dist.ProcessGroup | None = None, *, timeout
         module = importlib.import_module(f"{__name__}.{module_name}")
     except ImportError as error:
         raise BackendError(f"the {name} backend cannot be loaded: {type(error).__name__}: {error}") from error
-    arguments: tuple[Any, ...] = (bootstrap, timeout_s)
-    if name == "cuda":
-        arguments = (bootstrap, timeout_s, process_group)
-    return cast(Backend, getattr(module, class_name)(*arguments))
+    return cast(Backend, getattr(module, class_name)(bootstrap, timeout_s, process_group))
 
 
 def _choose(bootstrap: Bootstrap, timeout_s: float) -> str:

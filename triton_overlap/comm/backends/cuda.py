@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from triton_overlap.comm.backend import SymmetricMemory
 from triton_overlap.comm.bootstrap import Bootstrap
+from triton_overlap.comm.collectives import ProcessGroupCollectives
 from triton_overlap.errors import BackendError, ClosedError
 
 _ALIGNMENT = 1024
@@ -136,10 +137,16 @@ class CudaBackend:
             _refuse(problem)
         self.num_programs: int = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.copies = _CopyEngine(self.device)
+        self.collectives = None if process_group is None else ProcessGroupCollectives(process_group)
+        # High priority, so that a few programs that communicate get their places beside a GEMM that fills the GPU.
+        self._side_stream = torch.cuda.Stream(self.device, priority=-1)
 
     def barrier(self, timeout_s: float) -> None:
         self._check_open()
         self._bootstrap.barrier(timeout_s)
+
+    def rejoin(self, generation: int) -> None:
+        self._bootstrap.rejoin(generation)
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         self._check_open()
@@ -190,6 +197,9 @@ class CudaBackend:
 
     def wait_event(self, event: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self.device).wait_event(event)
+
+    def side_stream(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(self._side_stream)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
@@ -29,6 +30,7 @@ from triton.runtime.jit import JITFunction
 from triton_overlap.comm import interpreter
 from triton_overlap.comm.backend import SymmetricMemory
 from triton_overlap.comm.bootstrap import Bootstrap
+from triton_overlap.comm.collectives import ProcessGroupCollectives
 from triton_overlap.errors import BackendError, ClosedError, CommError
 
 _DIRECTORY = "/dev/shm"
@@ -136,6 +138,7 @@ class ShmBackend:
     Args:
         bootstrap: how the ranks meet.
         timeout_s: how long construction waits for the other ranks, in seconds.
+        process_group: the same ranks, for collectives; None for none.
 
     Raises:
         BackendError: on every rank, where kernels of any rank are not interpreted, or ranks do not share one
@@ -147,11 +150,12 @@ class ShmBackend:
     interpreted = True
     num_programs = 1
 
-    def __init__(self, bootstrap: Bootstrap, timeout_s: float) -> None:
+    def __init__(self, bootstrap: Bootstrap, timeout_s: float, process_group: dist.ProcessGroup | None = None) -> None:
         self.rank = bootstrap.rank
         self.world_size = bootstrap.world_size
         self.device = torch.device("cpu")
         self.copies = _Copies()
+        self.collectives = None if process_group is None else ProcessGroupCollectives(process_group)
         self._bootstrap = bootstrap
         self._closed = False
         self._serial = 0
@@ -167,6 +171,9 @@ class ShmBackend:
     def barrier(self, timeout_s: float) -> None:
         self._check_open()
         self._bootstrap.barrier(timeout_s)
+
+    def rejoin(self, generation: int) -> None:
+        self._bootstrap.rejoin(generation)
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         self._check_open()
@@ -219,6 +226,10 @@ class ShmBackend:
 
     def wait_event(self, event: Any) -> None:
         """Nothing to wait for."""
+
+    def side_stream(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing to switch: whatever was launched has finished."""
+        return contextlib.nullcontext()
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

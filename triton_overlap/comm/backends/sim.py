@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from triton_overlap.comm.backend import CopyStream, SymmetricMemory
+from triton_overlap.comm.backend import Collectives, CopyStream, SymmetricMemory
 from triton_overlap.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ class SimBackend:
         self._allocations = 0
         self._copy_stream = machine.new_stream(rank, 1)
         self.copies: CopyStream | None = SimCopyStream(machine, self._copy_stream)
+        self.collectives: Collectives | None = None  # the simulated ranks are of no process group
+        self._side_stream: Stream | None = None
 
     @property
     def copy_stream(self) -> Stream:
@@ -112,6 +114,9 @@ class SimBackend:
         """Return once every rank has called it. ``CommTimeoutError`` names the missing ranks."""
         self._open()
         self._meetings.meet("barrier", None, timeout_s)
+
+    def rejoin(self, generation: int) -> None:
+        self._meetings.rejoin(generation)
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         """Every rank's ``value`` (picklable), in rank order. ``CommTimeoutError`` names the missing ranks."""
@@ -176,6 +181,12 @@ class SimBackend:
             yield host.current_stream[-1]
         finally:
             host.current_stream.pop()
+
+    def side_stream(self) -> contextlib.AbstractContextManager[Stream]:
+        """:meth:`stream`, with one stream for all uses."""
+        if self._side_stream is None:
+            self._side_stream = self._machine.add_stream()
+        return self.stream(self._side_stream)
 
     def synchronize(self) -> None:
         """Return once everything this rank launched has finished."""
