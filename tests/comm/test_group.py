@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from tests.distributed import run_ranks
 from triton_overlap.comm.group import Group
 from triton_overlap.comm.user_buffers import UserBuffer
 from triton_overlap.errors import ClosedError, CommError, CommMismatchError, CommTimeoutError, GroupBrokenError
-from triton_overlap.kernels import all_gather, all_gather_matmul, matmul_reduce_scatter
+from triton_overlap.kernels import all_gather_matmul, matmul_reduce_scatter
 
 TIMEOUT_S = 2.0
 HIDDEN = 32
@@ -106,7 +109,6 @@ def test_ranks_that_disagree_on_columns() -> None:
 def _absent(operation: str) -> str:
     group, buffer = _start()
     x = torch.randn(8, HIDDEN)
-    poisoned = None
     if group.rank == 1:
         time.sleep(1.5 * TIMEOUT_S)
         error = _error(group.check)  # a peer's report, found without a call of its own
@@ -114,14 +116,12 @@ def _absent(operation: str) -> str:
         calls: dict[str, Callable[[], object]] = {
             "all_gather_matmul": lambda: _gather_matmul(buffer, 8),
             "matmul_reduce_scatter": lambda: _reduce_scatter(buffer, 8),
-            "all_gather": lambda: all_gather.launch(buffer, x),
+            "all_gather": lambda: to.all_gather(x, buffer=buffer),
         }
         error = _error(calls[operation])
-        poisoned = bool(buffer.gathered(8 * group.world_size).isnan().all()) if operation == "all_gather" else None
     assert isinstance(error, CommTimeoutError)
     assert error.record is not None
     assert error.record.peer == 1
-    assert poisoned in (None, True)
     _broken_then_recovered(group, buffer)
     return str(error)
 
@@ -138,8 +138,10 @@ def _output_of_a_failed_call() -> None:
     group = to.init_group(timeout_s=TIMEOUT_S, check="async")
     buffer = group.user_buffer(16, HIDDEN, torch.float32)
     if group.rank == 0:
-        out = all_gather_matmul.launch(buffer, torch.ones(8, HIDDEN), torch.ones(HIDDEN, 24))
-        assert out.isnan().all(), "a failed call fills its output with NaN"
+        b = torch.ones(HIDDEN, 24, requires_grad=True)
+        outs, gathered = to.all_gather_matmul(torch.ones(8, HIDDEN), [b, b], buffer=buffer, return_gathered=True)
+        for out in (*outs, gathered):
+            assert out.isnan().all(), "a failed call fills all that it returns with NaN"
         # Raised without a synchronisation by the next call into the library.
         assert isinstance(_error(lambda: _gather_matmul(buffer, 8)), CommTimeoutError)
     else:
@@ -151,6 +153,72 @@ def _output_of_a_failed_call() -> None:
 
 def test_a_failed_call_announces_nothing_and_returns_nan() -> None:
     run_ranks(2, _output_of_a_failed_call)
+
+
+def _absent_of_four() -> str:
+    """Chunks of several pieces: a rank that is stuck on the absent one does not push its own any more."""
+    group, buffer = _start()
+    if group.rank == 3:
+        time.sleep(1.5 * TIMEOUT_S)
+        message = str(_error(group.check))
+    else:
+        message = str(_error(lambda: _gather_matmul(buffer, 64)))
+    _broken_then_recovered(group, buffer)
+    return message
+
+
+def test_the_absent_rank_is_blamed_and_not_one_that_waits_for_it() -> None:
+    for message in run_ranks(4, _absent_of_four):
+        assert "for rank 3: header" in message
+
+
+def _interrupted() -> None:
+    """A launch that raises after the headers may be out: the epoch is not used again."""
+    group, buffer = _start()
+    _gather_matmul(buffer, 8)
+    epoch = buffer.epoch
+    with pytest.raises(KeyboardInterrupt), buffer.call(16):
+        raise KeyboardInterrupt
+    assert buffer.epoch == epoch + 1
+    assert "KeyboardInterrupt" in str(group.broken)
+    _broken_then_recovered(group, buffer)
+
+
+def test_an_interrupted_call_breaks_the_group() -> None:
+    run_ranks(2, _interrupted)
+
+
+def _recover_twice() -> None:
+    """The first attempt of rank 0 expires before rank 1 comes; the second meets it."""
+    group, buffer = _start()
+    group.interrupted("a test")
+    if group.rank == 0:
+        assert isinstance(_error(group.recover), CommTimeoutError)
+    else:
+        time.sleep(2.5 * TIMEOUT_S)
+    _broken_then_recovered(group, buffer)
+    assert group.recoveries == 1
+
+
+def test_recovery_can_be_tried_again() -> None:
+    run_ranks(2, _recover_twice)
+
+
+def _copies_and_threads() -> None:
+    group, buffer = _start()
+    assert copy.deepcopy(buffer) is buffer
+    assert copy.deepcopy(group) is group
+    for shared in (buffer, group):
+        with pytest.raises(TypeError, match=r"state_dict\(\)"):
+            pickle.dumps(shared)
+    with ThreadPoolExecutor(1) as pool, buffer.call(2):
+        with pytest.raises(RuntimeError, match="in use by another thread"):
+            pool.submit(_gather_matmul, buffer, 8).result()
+    group.close()
+
+
+def test_copies_share_and_threads_are_refused() -> None:
+    run_ranks(1, _copies_and_threads)
 
 
 def _wrong_on_one_rank() -> str:
@@ -191,7 +259,13 @@ def test_closed_groups_say_so() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [({"timeout_s": 0}, "positive seconds, got 0"), ({"check": "often"}, "got 'often'"), ({"backend": "tcp"}, "'tcp'")],
+    [
+        ({"timeout_s": 0}, "positive seconds, at most .* got 0"),
+        ({"timeout_s": float("inf")}, "got inf"),
+        ({"timeout_s": "3"}, "got '3'"),
+        ({"check": "often"}, "got 'often'"),
+        ({"backend": "tcp"}, "'tcp'"),
+    ],
 )
 def test_bad_arguments(arguments: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):

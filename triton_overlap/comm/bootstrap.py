@@ -47,6 +47,9 @@ class Bootstrap(Protocol):
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         """Every rank's ``value`` (picklable), in rank order. Raises as :meth:`barrier` does."""
 
+    def rejoin(self, generation: int) -> None:
+        """Local: see :meth:`triton_overlap.comm.backend.Backend.rejoin`."""
+
 
 class LocalBootstrap:
     """A group of one rank, without ``torch.distributed``."""
@@ -60,6 +63,9 @@ class LocalBootstrap:
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         """A list of one: a copy of ``value`` by way of pickle, as with more ranks."""
         return [pickle.loads(pickle.dumps(value))]
+
+    def rejoin(self, generation: int) -> None:
+        """Nobody to meet."""
 
 
 class StoreBootstrap:
@@ -86,15 +92,21 @@ class StoreBootstrap:
         # Several bootstraps may live on one store, one after the other or side by side. Each rank counts its own in the
         # store itself, so that the count lives exactly as long as the keys it tells apart.
         instance = self._store.add(f"triton_overlap/instances/{self.rank}", 1)
-        self._prefix = f"triton_overlap/{instance}"
-        self._sequence = 0
+        self._instance = f"triton_overlap/{instance}"
         self._own_keys: list[str] = []
+        self.rejoin(0)
 
     def barrier(self, timeout_s: float) -> None:
         self._exchange("barrier", None, timeout_s)
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         return self._exchange("all_gather_object", value, timeout_s)
+
+    def rejoin(self, generation: int) -> None:
+        # Keys of earlier generations stay: a late rank may still read them, and there are few.
+        self._prefix = f"{self._instance}/{generation}"
+        self._sequence = 0
+        self._own_keys = []
 
     def _exchange(self, kind: str, value: Any, timeout_s: float) -> list[Any]:
         payload = pickle.dumps((kind, value))

@@ -239,16 +239,16 @@ def header_words(epoch, rows, n, k, operation):
 
 @triton.jit
 def open_call(buffer_ptr, task, epoch, rows, n, k, operation):
-    """Open a call, in the program that claimed task 0: send the headers. Every program calls it with its first task.
+    """Open a call: the program that claimed task 0 sends the headers. Every program calls it with its first task.
 
-    Returns 1, or 0 where the group has failed before: then nothing is announced.
+    Returns 1, or 0 where the group has failed before. Every program looks: after a failed call the peers may still be
+    two calls behind, so not even data without a flag may be pushed to them.
     """
     ok = tl.full((), 1, tl.int32)
-    if task == 0:
-        if failure_noticed(buffer_ptr) == 0:
-            send_headers(buffer_ptr, epoch, rows, n, k, operation)
-        else:
-            ok = tl.full((), 0, tl.int32)
+    if failure_noticed(buffer_ptr) != 0:
+        ok = tl.full((), 0, tl.int32)
+    elif task == 0:
+        send_headers(buffer_ptr, epoch, rows, n, k, operation)
     return ok
 
 
@@ -257,7 +257,7 @@ def close_call(buffer_ptr, ok, checked, epoch, rows, n, k, operation):
     """End a program's part of a call, whether it went well (``ok``) or not.
 
     ``checked``: the headers of the ranks 1 to checked - 1 steps after this one agree already. Returns what
-    ``finish_call`` does; on 2 the caller poisons its output.
+    ``finish_call`` does; on 2 the host has been told, and the caller poisons its output.
     """
     if ok == 1:
         # No call ends before it has every peer's header: two slots are enough because of that (comm/README.md).
@@ -265,7 +265,13 @@ def close_call(buffer_ptr, ok, checked, epoch, rows, n, k, operation):
         ok = wait_headers(buffer_ptr, checked, world_size, epoch, rows, n, k, operation)
     if ok == 0:
         stop_tasks(buffer_ptr)
-    return finish_call(buffer_ptr)
+    last = finish_call(buffer_ptr)
+    if last == 2:
+        reporter = failure_noticed(buffer_ptr) - 1
+        if reporter != tl.load(buffer_ptr + RANK):
+            tl.debug_barrier()
+            _relay_record(buffer_ptr, reporter)
+    return last
 
 
 @triton.jit
@@ -367,6 +373,23 @@ def may_wait(buffer_ptr, polls, start, epoch, operation, place, peer, index, exp
 
 
 @triton.jit
+def _absent_peer(buffer_ptr, epoch):
+    """A peer whose header for ``epoch`` is not here, the nearest after this rank, or -1."""
+    rank = tl.load(buffer_ptr + RANK)
+    world_size = tl.load(buffer_ptr + WORLD_SIZE)
+    headers = peer_address(buffer_ptr, rank) + tl.load(buffer_ptr + HEADERS)
+    absent = tl.full((), -1, tl.int64)
+    for step in range(1, world_size):
+        peer = (rank + step) % world_size
+        row = (epoch & 1).to(tl.int64) * world_size + peer
+        header_ptr = headers.to(tl.pointer_type(tl.int64)) + row * HEADER_WORDS
+        seen = tl.atomic_add(header_ptr, 0, sem="acquire", scope="sys")
+        if (absent < 0) & ((seen >> 32) != epoch):
+            absent = tl.full((), 0, tl.int64) + peer
+    return absent
+
+
+@triton.jit
 def wait_flags(buffer_ptr, flag_ptr, first, count, epoch, operation, place, peer, LANES: tl.constexpr):
     """Wait until the flags ``first`` to ``first + count - 1`` (at most LANES of them) carry ``epoch``.
 
@@ -395,10 +418,14 @@ def wait_flags(buffer_ptr, flag_ptr, first, count, epoch, operation, place, peer
                         ok = tl.full((), 0, tl.int32)
                 elif now_ns(buffer_ptr) - start > tl.load(buffer_ptr + TIMEOUT_NS):
                     missing = tl.min(tl.where(late > 0, lane, LANES))
-                    fail(
-                        buffer_ptr, TIMEOUT, operation, place, peer, epoch, first + missing,
-                        epoch, tl.sum(tl.where(lane == missing, seen, 0)),
-                    )  # fmt: skip
+                    absent = _absent_peer(buffer_ptr, epoch)
+                    if absent >= 0:  # then ``peer`` may be stuck itself, in a wait for that rank
+                        fail(buffer_ptr, TIMEOUT, operation, AT_HEADER, absent, epoch, 0, 0, 0)
+                    else:
+                        fail(
+                            buffer_ptr, TIMEOUT, operation, place, peer, epoch, first + missing,
+                            epoch, tl.sum(tl.where(lane == missing, seen, 0)),
+                        )  # fmt: skip
                     ok = tl.full((), 0, tl.int32)
     _acquired()
     return ok
@@ -442,18 +469,16 @@ def finish_call(buffer_ptr):
         tl.debug_barrier()
         tl.atomic_xchg(state + DONE, 0, sem="relaxed", scope="gpu")
         task = tl.atomic_xchg(state + TASK, 0, sem="relaxed", scope="gpu")
-        last = tl.where(task >= STOPPED, 2, 1)
+        # A notice fails the call, although its own data may be whole: a rank that has failed no longer keeps to the
+        # protocol (copies that its host had enqueued go on), so what this call read may have been overwritten. The
+        # notice was raised before any such store, so it is seen here by whoever read one.
+        last = tl.where((task >= STOPPED) | (failure_noticed(buffer_ptr) != 0), 2, 1)
     return last
 
 
 @triton.jit
-def poison(buffer_ptr, out_ptr, numel, BLOCK: tl.constexpr):
-    """After a failed call, in its last program: tell the host, and fill the contiguous output of ``numel`` (int64)
-    elements with NaN."""
-    reporter = failure_noticed(buffer_ptr) - 1
-    if reporter != tl.load(buffer_ptr + RANK):
-        tl.debug_barrier()
-        _relay_record(buffer_ptr, reporter)
+def poison(out_ptr, numel, BLOCK: tl.constexpr):
+    """After a failed call, in its last program: fill the contiguous output of ``numel`` (int64) elements with NaN."""
     lane = tl.arange(0, BLOCK).to(tl.int64)
     value = tl.full((BLOCK,), float("nan"), out_ptr.dtype.element_ty)
     for start in range(0, numel, BLOCK):

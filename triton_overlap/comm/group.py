@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
 import torch
 
-from ..errors import ClosedError, CommError, GroupBrokenError
+from ..errors import BackendError, ClosedError, CommError, GroupBrokenError
 from .backend import Backend, SymmetricMemory
 from .layout import RECORD_WORDS, control_bytes
 from .signals import RecordReader, decode_record, error_for
 from .user_buffers import UserBuffer
+
+#: A month. The device counts a wait's nanoseconds in 64 bits.
+LONGEST_TIMEOUT_S = 30 * 86400.0
+#: How long closing a broken group waits for the other ranks to stop writing to it.
+BROKEN_CLOSE_S = 5.0
 
 _names = itertools.count()
 _allocations = itertools.count()
@@ -34,11 +40,12 @@ class Group:
 
     Attributes:
         broken: the error that broke the group, or None.
+        recoveries: how often the group has recovered.
     """
 
     def __init__(self, backend: Backend, *, timeout_s: float = 300.0, check: str | None = None) -> None:
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive seconds, got {timeout_s}")
+        if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+            raise ValueError(f"timeout_s must be positive seconds, at most {LONGEST_TIMEOUT_S:g}, got {timeout_s!r}")
         if check not in (None, "sync", "async"):
             raise ValueError(f'check must be "sync", "async" or None, got {check!r}')
         self.backend = backend
@@ -46,7 +53,9 @@ class Group:
         self.check_mode = check or ("sync" if backend.interpreted else "async")
         self.name = f"group{next(_names)}"
         self.broken: CommError | None = None
+        self.recoveries = 0
         self.closed = False
+        self._last_call: Any = None
         self._buffers: dict[tuple[Any, ...], Any] = {}  # user buffers, and others that were adopted
         self._record = RecordReader(backend.host_words(RECORD_WORDS))
         self._control = self.symmetric_empty(control_bytes(self.world_size))
@@ -98,8 +107,8 @@ class Group:
         return found
 
     def adopt(self, buffer: Any) -> None:
-        """Close and recover ``buffer`` with the group's own. It has ``handle``, ``capacity_shape``, ``dtype``, ``epoch``,
-        ``closed``, ``renew(epoch)`` and ``close()`` as a user buffer has them."""
+        """Close and recover ``buffer`` with the group's own. It has ``handle``, ``capacity_shape``, ``dtype``,
+        ``epoch``, ``closed``, ``renew(epoch)`` and ``close()`` as a user buffer has them."""
         self._buffers[(buffer.handle,)] = buffer
 
     def agree(self, what: str, value: Any) -> None:
@@ -110,7 +119,8 @@ class Group:
             raise ValueError(f"{what} must be the same on every rank, got {given}")
 
     def before_call(self) -> None:
-        """Raise what stands in the way of a call: a closed group, a broken one, a failure seen since the last call."""
+        """Raise what stands in the way of a call (a closed or broken group, a failure since the last call, another
+        current device, a stream under capture), and make the current stream wait for the group's previous call."""
         if self.closed:
             raise ClosedError(f"{self.name} is closed; make a new one with init_group")
         if self.broken is not None:
@@ -118,6 +128,28 @@ class Group:
                 f"{self.name} is broken: {self.broken}. Call group.recover() on every rank", self.broken.record
             )
         self._raise_failure()
+        if self.device.type == "cuda":
+            if torch.cuda.current_device() != self.device.index:
+                raise ValueError(
+                    f"the current device must be the group's {self.device}, got cuda:{torch.cuda.current_device()}; "
+                    "call torch.cuda.set_device, or use torch.cuda.device around the call"
+                )
+            if torch.cuda.is_current_stream_capturing():
+                raise BackendError(
+                    "a call cannot be captured in a CUDA graph: its epoch would be frozen, and a replay would accept "
+                    "the flags of an earlier one; capture what lies between the calls"
+                )
+        if self._last_call is not None:
+            self.backend.wait_event(self._last_call)
+
+    def record_call(self) -> None:
+        """What the current stream holds now is part of the group's last call."""
+        self._last_call = self.backend.record_event()
+
+    def interrupted(self, what: str) -> None:
+        """A call ended by an exception after it may have announced something: the group is broken."""
+        if self.broken is None:
+            self.broken = CommError(f"{what}; the group is broken: call group.recover() on every rank")
 
     def after_call(self) -> None:
         """With ``check="sync"``, wait for the device and raise the call's own failure."""
@@ -160,6 +192,8 @@ class Group:
         if self.closed:
             raise ClosedError(f"{self.name} is closed")
         self.backend.synchronize()
+        # Hosts may have stopped at different collectives: all begin anew, also where an earlier attempt expired.
+        self.backend.rejoin(self.recoveries + 1)
         live = [buffer for buffer in self._buffers.values() if not buffer.closed]
         mine = [(buffer.capacity_shape, str(buffer.dtype), buffer.epoch) for buffer in live]
         # Also the barrier after which no kernel of any rank touches the old memory. A peer may still be in a wait of
@@ -175,16 +209,19 @@ class Group:
         self._control = self.symmetric_empty(control_bytes(self.world_size))
         for index, buffer in enumerate(live):
             buffer.renew(max((other[index][2] for other in everyone), key=lambda epoch: epoch & 0xFFFFFFFF))
-        self.broken = None
+        self._last_call = None
         self.barrier()
+        self.recoveries += 1
+        self.broken = None
 
     def close(self) -> None:
         """Collective: end the group and release its memory. Closing twice is harmless."""
         if self.closed:
             return
         self.backend.synchronize()
-        if self.broken is None:
-            self.barrier()  # no peer's kernel may still write here
+        # No peer's kernel may still write here. Of a broken group not every rank need come.
+        with contextlib.suppress(*(() if self.broken is None else (CommError,))):
+            self.backend.barrier(self.timeout_s if self.broken is None else min(self.timeout_s, BROKEN_CLOSE_S))
         for buffer in self._buffers.values():
             buffer.close()
         self.closed = True
@@ -192,6 +229,12 @@ class Group:
         self.backend.free(self._control)
         del self._control
         self.backend.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self  # a copied module belongs to the same ranks
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a group cannot be pickled; save state_dict() and make the group again with init_group")
 
     def __repr__(self) -> str:
         return f"Group({self.name}, rank {self.rank} of {self.world_size}, {self.backend.name})"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,7 +48,8 @@ class Call:
 
 
 def _next_epoch(epoch: int) -> int:
-    return (epoch + 1 + 2**31) % 2**32 - 2**31
+    # Never 0, which is what memory holds that no call has written; 2 has its parity.
+    return (epoch + 1 + 2**31) % 2**32 - 2**31 or 2
 
 
 def check_active_shape(shape: Sequence[int], capacity: tuple[int, int], world_size: int) -> tuple[int, int]:
@@ -97,6 +99,8 @@ class UserBuffer:
         group.before_call()
         # Compared before anything is judged: ranks that differ must all hear of it, also where one of them is wrong.
         group.agree("capacity and dtype of a user buffer", (max_tokens, hidden, str(dtype)))
+        if any(isinstance(size, bool) or not isinstance(size, int) for size in (max_tokens, hidden)):
+            raise ValueError(f"capacity must be two integers, got [{max_tokens!r}, {hidden!r}]")
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
         if max_tokens <= 0 or hidden <= 0:
@@ -114,7 +118,7 @@ class UserBuffer:
         self.closed = False
         self.epoch = 0
         self._explicit_shape: tuple[int, int] | None = None
-        self._last_call: Any = None
+        self._in_use = threading.Lock()
         self._allocate()
         _by_handle[self.handle] = self
 
@@ -151,7 +155,6 @@ class UserBuffer:
         """Collective, for ``group.recover``: fresh memory, going on from ``epoch``."""
         self.group.backend.free(self.memory)
         self.epoch = epoch
-        self._last_call = None
         self._allocate()
 
     @property
@@ -208,23 +211,27 @@ class UserBuffer:
     def call(self, tokens: int) -> Iterator[Call]:
         """Everything that one collective call launches goes inside.
 
-        The body may count on this buffer's previous call having ended, on whatever stream it ran: that is what makes
-        the slots safe (comm/README.md). An exception in the body, before the launch, takes the epoch back.
+        The body may count on the group's previous call having ended on this device, on whatever stream and buffer it
+        ran. For this buffer, that is what makes the slots safe (comm/README.md); for the others, it keeps two
+        persistent kernels from holding each other's multiprocessors, in one order here and in the other on a peer.
+
+        An exception in the body breaks the group: something may have been announced already, so the epoch stays used.
         """
         self._check_open()
-        self.group.before_call()
-        backend = self.group.backend
-        if self._last_call is not None:
-            backend.wait_event(self._last_call)
-        before = self.epoch
-        self.epoch = _next_epoch(before)
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError(f"{self.handle} is in use by another thread; calls on a buffer come one after another")
         try:
-            yield Call(self.epoch)
-        except BaseException:
-            self.epoch = before
-            raise
-        self._last_call = backend.record_event()
-        self.group.after_call()
+            self.group.before_call()
+            self.epoch = _next_epoch(self.epoch)
+            try:
+                yield Call(self.epoch)
+            except BaseException as error:
+                self.group.interrupted(f"a call on {self.handle} raised {error!r} on rank {self.group.rank}")
+                raise
+            self.group.record_call()
+            self.group.after_call()
+        finally:
+            self._in_use.release()
 
     def slot(self, index: int) -> torch.Tensor:
         """View [max_tokens, hidden] of slot ``index``, this rank's copy."""
@@ -238,7 +245,14 @@ class UserBuffer:
     def extend_call(self) -> None:
         """What the current stream holds now, reads of ``gathered`` for instance, belongs to the last call too: the next
         one, on whatever stream, starts after it."""
-        self._last_call = self.group.backend.record_event()
+        self.group.record_call()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UserBuffer:
+        # A copied module uses the same buffer: it is memory that ranks share, not the module's state.
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a user buffer cannot be pickled; save state_dict() and register the buffer again on loading")
 
     def close(self) -> None:
         """Release the memory, once no rank uses it any more (``Group.close`` sees to that). Idempotent."""

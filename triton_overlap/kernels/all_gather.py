@@ -21,8 +21,6 @@ from ..comm.device import (
     close_call,
     flags_ptr,
     open_call,
-    poison,
-    slot_address,
     wait_flags,
     wait_headers,
 )
@@ -65,9 +63,8 @@ def all_gather_kernel(
                 own_flags = flags_ptr(buffer_ptr, rank, source, epoch)
                 ok = wait_flags(buffer_ptr, own_flags, first, count, epoch, operation, AT_DATA, source, FLAG_LANES)
         task = claim_task(buffer_ptr)
-    if close_call(buffer_ptr, ok, checked, epoch, rows, 0, K, operation) == 2:
-        slot_ptr = slot_address(buffer_ptr, rank, epoch).to(x_ptr.dtype)
-        poison(buffer_ptr, slot_ptr, (rows * world_size).to(tl.int64) * K, COPY_BLOCK)
+    # After a failure the slot holds anything; gathered.py, by which rows leave it, hands out NaN then.
+    close_call(buffer_ptr, ok, checked, epoch, rows, 0, K, operation)
 
 
 def launch(buffer: UserBuffer, x: torch.Tensor, *, config: TileConfig | None = None) -> None:

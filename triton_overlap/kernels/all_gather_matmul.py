@@ -138,7 +138,7 @@ def all_gather_matmul_kernel(
                 _store_tile(out_desc, out_ptr, bias_ptr, acc, source, row, rows, col, N, BLOCK_M, BLOCK_N)
         task = claim_task(buffer_ptr)
     if close_call(buffer_ptr, ok, checked, epoch, rows, N, K, operation) == 2:
-        poison(buffer_ptr, out_ptr, (rows * world_size).to(tl.int64) * N, COPY_BLOCK)
+        poison(out_ptr, rows.to(tl.int64) * world_size * N, COPY_BLOCK)
 
 
 def _send_by_copy_engine(copies: CopyStream, buffer: UserBuffer, call: Call, x: torch.Tensor, block_m: int) -> int:
@@ -205,22 +205,24 @@ def launch(
             if gather:
                 gathered[rank * rows : (rank + 1) * rows].copy_(x)
         descriptors = use_descriptors(config, x, stored_b.matrix, out)  # the slot is aligned, and has the rows of x
-        launch_kernel(
-            all_gather_matmul_kernel,
-            group.backend.num_programs,
-            {"num_warps": config.num_warps, "num_stages": config.num_stages},
-            buffer_ptr=buffer.table,
-            x_ptr=x,
-            x_desc=chunk_descriptor(x, rows, [config.BLOCK_M, config.BLOCK_K], descriptors),
-            gathered_desc=chunk_descriptor(gathered, rows, [config.BLOCK_M, config.BLOCK_K], descriptors),
-            bias_ptr=bias,
-            epoch=call.epoch,
-            rows=rows,
-            rows_per_flag=rows_per_flag,
-            pushes=pushes,
-            operation=operation_code(Operation.ALL_GATHER_MATMUL, x.dtype),
-            **gemm_arguments(config, stored_b, out, rows, descriptors),
-        )
-        if copies is not None:
-            copies.end()
+        try:
+            launch_kernel(
+                all_gather_matmul_kernel,
+                group.backend.num_programs,
+                {"num_warps": config.num_warps, "num_stages": config.num_stages},
+                buffer_ptr=buffer.table,
+                x_ptr=x,
+                x_desc=chunk_descriptor(x, rows, [config.BLOCK_M, config.BLOCK_K], descriptors),
+                gathered_desc=chunk_descriptor(gathered, rows, [config.BLOCK_M, config.BLOCK_K], descriptors),
+                bias_ptr=None if bias is None else bias.contiguous(),
+                epoch=call.epoch,
+                rows=rows,
+                rows_per_flag=rows_per_flag,
+                pushes=pushes,
+                operation=operation_code(Operation.ALL_GATHER_MATMUL, x.dtype),
+                **gemm_arguments(config, stored_b, out, rows, descriptors),
+            )
+        finally:
+            if copies is not None:  # also where the launch raised: the copies still read x
+                copies.end()
     return out

@@ -240,7 +240,7 @@ def matmul_reduce_scatter_kernel(
                     )
         task = claim_task(buffer_ptr)
     if close_call(buffer_ptr, ok, checked, epoch, rows, N, K, operation) == 2:
-        poison(buffer_ptr, out_ptr, rows.to(tl.int64) * N, COPY_BLOCK)
+        poison(out_ptr, rows.to(tl.int64) * N, COPY_BLOCK)
 
 
 def launch(
@@ -279,7 +279,7 @@ def launch(
             ),
             a_ptr=a,
             a_desc=chunk_descriptor(a, rows, [config.BLOCK_M, config.BLOCK_K], descriptors),
-            bias_ptr=bias,
+            bias_ptr=None if bias is None else bias.contiguous(),
             epoch=call.epoch,
             rows=rows,
             delay=DELAY_PER_PROGRAM * group.backend.num_programs,

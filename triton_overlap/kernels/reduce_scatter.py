@@ -94,7 +94,7 @@ def reduce_scatter_kernel(
                 _reduce_piece(buffer_ptr, own_ptr, out_ptr, slot_ptr, first_row * K, count, chunk, COPY_BLOCK)
         task = claim_task(buffer_ptr)
     if close_call(buffer_ptr, ok, checked, epoch, rows, 0, K, operation) == 2:
-        poison(buffer_ptr, out_ptr, chunk, COPY_BLOCK)
+        poison(out_ptr, chunk, COPY_BLOCK)
 
 
 def launch(buffer: UserBuffer, x: torch.Tensor, *, config: TileConfig | None = None) -> torch.Tensor:

@@ -52,7 +52,7 @@ def matmul_tile(
         a_rows = a_ptr + (chunk * rows + lanes).to(tl.int64)[:, None] * K
         b_cols = b_ptr + cols.to(tl.int64)[None, :] * stride_bn
         for step in range(tl.cdiv(K, BLOCK_K)):
-            k = step * BLOCK_K + ks
+            k = step * BLOCK_K + ks.to(tl.int64)
             a = tl.load(a_rows + k[None, :], mask=(lanes < rows)[:, None] & (k < K)[None, :], other=0.0)
             b = tl.load(b_cols + k[:, None] * stride_bk, mask=(cols < N)[None, :] & (k < K)[:, None], other=0.0)
             acc = dot(a, b, acc, PRECISION)

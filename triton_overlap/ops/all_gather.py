@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import all_gather as all_gather_kernel
+from ..kernels import gathered
 from .validation import check_activation, refuse_double_backward, world_size_of
 
 __all__ = ["all_gather", "all_gather_op"]
@@ -30,9 +31,7 @@ def all_gather_op(x_shard: Tensor, buffer: str) -> Tensor:
     user_buffer = user_buffer_by_handle(buffer)
     tokens = check_activation(_NAME, user_buffer, "x_shard", x_shard, is_shard=True, is_hidden=True)
     all_gather_kernel.launch(user_buffer, x_shard)
-    gathered = user_buffer.gathered(tokens).clone()
-    user_buffer.extend_call()
-    return gathered
+    return gathered.launch(user_buffer, tokens)
 
 
 @all_gather_op.register_fake

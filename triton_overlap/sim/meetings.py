@@ -28,8 +28,15 @@ class Meetings:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._meetings: dict[tuple[str, int], _Meeting] = {}
+        self._meetings: dict[tuple[int, str, int], _Meeting] = {}
         self._counts: dict[tuple[str, int], int] = {}
+        self._generations: dict[int, int] = {}
+
+    def rejoin(self, generation: int) -> None:
+        """Later meetings of this host are those of ``generation``, counted from none."""
+        rank = self._machine.host().rank
+        self._generations[rank] = generation
+        self._counts = {key: count for key, count in self._counts.items() if key[1] != rank}
 
     def meet(self, kind: str, value: Any, timeout_s: float) -> list[Any]:
         """Wait for all ranks, and return their values in rank order. What a host knew before, all know afterwards.
@@ -42,7 +49,7 @@ class Meetings:
         host = machine.host()
         scheduler = machine.scheduler
         number = self._counts.get((kind, host.rank), 0)
-        meeting = self._meetings.setdefault((kind, number), _Meeting())
+        meeting = self._meetings.setdefault((self._generations.get(host.rank, 0), kind, number), _Meeting())
         meeting.values[host.rank] = value
         meeting.clock.join(host.clock)
         meeting.complete = meeting.complete or len(meeting.values) == machine.world_size
