@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -29,7 +29,7 @@ class Case:
     tokens: tuple[int, ...] = (6, 3, 0, 5)
     masked: float = 0.2
     one_expert: bool = False
-    settings: dict[str, object] = field(default_factory=dict, hash=False)
+    settings: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     @property
     def world_size(self) -> int:

@@ -28,11 +28,10 @@ from ..comm.device import (
     RANK,
     advance_epoch,
     claim_task,
+    close_call,
     device_epoch,
     failure_noticed,
-    finish_call,
     poison,
-    stop_tasks,
     wait_signal,
 )
 from .ep_layout import BATCH as _BATCH
@@ -309,15 +308,14 @@ def ep_combine_kernel(
                         buffer_ptr, ep_ptr, routing_ptr, bias_0_ptr, bias_1_ptr, out_ptr, tokens, hidden, channel, BLOCK
                     )
             task = claim_task(buffer_ptr)
-    if ok == 0:
-        stop_tasks(buffer_ptr)
-    last_program = finish_call(buffer_ptr)
+    # Nothing is left to be checked: whoever got here has the headers that it needs, or failed.
+    last_program = close_call(buffer_ptr, ok, scale_out * scale_up, epoch, 0, 0, 0, operation)
     if last_program == 1:
         advance_pushed(buffer_ptr, ep_ptr, routing_ptr, LANES)
     if last_program != 0:
         advance_epoch(buffer_ptr, epoch)
     if last_program == 2:
-        poison(buffer_ptr, out_ptr, tokens.to(tl.int64) * hidden, BLOCK)
+        poison(out_ptr, tokens.to(tl.int64) * hidden, BLOCK)
 
 
 def launch(

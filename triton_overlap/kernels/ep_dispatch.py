@@ -18,32 +18,29 @@ import triton
 import triton.language as tl
 
 from ..comm.device import (
-    AT_DATA,
     AT_PARTS,
+    AT_SIGNAL,
     RANK,
     advance_epoch,
     claim_task,
+    close_call,
     device_epoch,
     failure_noticed,
-    finish_call,
     may_wait,
     now_ns,
-    poison,
-    release_flag,
-    stop_tasks,
-    wait_flags,
+    wait_signal,
 )
 from .ep_geometry import MAX_SUB_PARTS as _MAX_SUB_PARTS
 from .ep_layout import FIXED_WORDS as _FIXED_WORDS
 from .ep_parts import part_size, part_start, sub_part_count, sub_part_start
 from .ep_slots import (
+    ARRIVAL_SIGNALS,
     CHANNELS,
     COUNT_LANES,
     COUNTS,
     CUT,
     EXPERT_COUNTS,
     EXPERTS,
-    FLAGS,
     FORWARDED,
     FORWARDED_COUNTS,
     FORWARDED_ROWS,
@@ -77,7 +74,6 @@ from .launching import launch_kernel
 
 FIXED_WORDS = tl.constexpr(_FIXED_WORDS)
 SUB_LANES = tl.constexpr(_MAX_SUB_PARTS)
-FLAG_LANES = tl.constexpr(16)
 
 
 @triton.jit
@@ -180,25 +176,20 @@ def send_channel(
 
 
 @triton.jit
-def announce_channel(buffer_ptr, ep_ptr, epoch, kind, channel):
-    """Tell the scale-up ranks that their rows of ``channel`` are all there: of ``kind`` 0, own tokens, or 1, forwarded
-    ones."""
+def announce_channel(buffer_ptr, ep_ptr):
+    """Tell the scale-up ranks that a channel's rows of theirs are all there: own tokens, or forwarded ones."""
     rank = tl.load(buffer_ptr + RANK).to(tl.int32)
-    scale_up, channels = number(ep_ptr, SCALE_UP), number(ep_ptr, CHANNELS)
+    scale_up = number(ep_ptr, SCALE_UP)
+    signal = tl.load(ep_ptr + ARRIVAL_SIGNALS) + (rank % scale_up).to(tl.int64) * 8
+    # The additions are one thread's; the rows were stored by all of them.
+    tl.debug_barrier()
     for step in range(scale_up):
         peer = rank // scale_up * scale_up + (rank + step) % scale_up
-        flags = peer_address_of(buffer_ptr, peer, tl.load(ep_ptr + FLAGS))
-        release_flag(flags + (rank % scale_up * 2 + kind) * channels + channel, epoch)
+        tl.atomic_add(words_at(buffer_ptr, peer, signal), 1, sem="release", scope="sys")
 
 
 @triton.jit
-def peer_address_of(buffer_ptr, peer, offset):
-    """int32 pointer to byte ``offset`` in ``peer``'s copy."""
-    return words_at(buffer_ptr, peer, offset).to(tl.pointer_type(tl.int32))
-
-
-@triton.jit
-def send_directly(buffer_ptr, ep_ptr, routing_ptr, payload, tokens, epoch, channel, META_LANES: tl.constexpr):
+def send_directly(buffer_ptr, ep_ptr, routing_ptr, payload, tokens, channel, META_LANES: tl.constexpr):
     """The tokens of ``channel`` for the ranks of the own scale-out rank, each into the row where it stays."""
     rank = tl.load(buffer_ptr + RANK).to(tl.int32)
     scale_up, max_tokens = number(ep_ptr, SCALE_UP), number(ep_ptr, MAX_TOKENS)
@@ -213,7 +204,7 @@ def send_directly(buffer_ptr, ep_ptr, routing_ptr, payload, tokens, epoch, chann
                 slot_ptr = words_at(buffer_ptr, peer, row_slot(ep_ptr, rank * max_tokens + position))
                 write_slot(ep_ptr, routing_ptr, payload, slot_ptr, token, own_out, META_LANES)
         tl.store(routing_ptr + tl.load(ep_ptr + MAP) + token * number(ep_ptr, SCALE_OUT) + own_out, found)
-    announce_channel(buffer_ptr, ep_ptr, epoch, 0, channel)
+    announce_channel(buffer_ptr, ep_ptr)
 
 
 @triton.jit
@@ -369,17 +360,18 @@ def add_counts(buffer_ptr, ep_ptr, routing_ptr, epoch, RANK_LANES: tl.constexpr)
 
 @triton.jit
 def wait_channels(buffer_ptr, ep_ptr, epoch, operation, source_up):
-    """Wait for every channel of the scale-up rank ``source_up``. Returns 1, or 0 after a failure."""
+    """Wait for every channel of the scale-up rank ``source_up``, its own tokens and those it forwards. Returns 1, or 0
+    after a failure."""
     rank = tl.load(buffer_ptr + RANK).to(tl.int32)
-    scale_up, channels = number(ep_ptr, SCALE_UP), number(ep_ptr, CHANNELS)
+    scale_up = number(ep_ptr, SCALE_UP)
     kinds = tl.where(number(ep_ptr, SCALE_OUT) > 1, 2, 1)
-    flags = peer_address_of(buffer_ptr, rank, tl.load(ep_ptr + FLAGS)) + source_up * 2 * channels
+    signal = tl.load(ep_ptr + ARRIVAL_SIGNALS) + source_up.to(tl.int64) * 8
+    base = base_ptr(ep_ptr, signal)
+    target = tl.load(base) + kinds * number(ep_ptr, CHANNELS)
     peer = rank // scale_up * scale_up + source_up
-    ok = tl.full((), 1, tl.int32)
-    for first in range(0, kinds * channels, FLAG_LANES):
-        if ok == 1:
-            count = tl.minimum(kinds * channels - first, FLAG_LANES)
-            ok = wait_flags(buffer_ptr, flags, first, count, epoch, operation, AT_DATA, peer, FLAG_LANES)
+    signal_ptr = words_at(buffer_ptr, rank, signal)
+    ok = wait_signal(buffer_ptr, signal_ptr, target, epoch, operation, AT_SIGNAL, peer, source_up)
+    tl.store(base, target)
     return ok
 
 
@@ -417,7 +409,7 @@ def ep_dispatch_kernel(
                 peer_out = (rank // scale_up + 1 + (task - 1) // channels) % scale_out
                 channel = (task - 1) % channels
                 if peer_out == rank // scale_up:
-                    send_directly(buffer_ptr, ep_ptr, routing_ptr, payload, tokens, epoch, channel, META_LANES)
+                    send_directly(buffer_ptr, ep_ptr, routing_ptr, payload, tokens, channel, META_LANES)
                 else:
                     send_channel(
                         buffer_ptr, ep_ptr, routing_ptr, payload, tokens, epoch, peer_out, channel,
@@ -427,19 +419,15 @@ def ep_dispatch_kernel(
                 channel = task - receives
                 ok = receive_channel(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, channel, SOURCE_LANES)
                 if ok == 1:
-                    announce_channel(buffer_ptr, ep_ptr, epoch, 1, channel)
+                    announce_channel(buffer_ptr, ep_ptr)
             else:
                 if (task == arrives) & (counts != 0):
                     add_counts(buffer_ptr, ep_ptr, routing_ptr, epoch, RANK_LANES)
                 ok = wait_channels(buffer_ptr, ep_ptr, epoch, operation, (rank + task - arrives) % scale_up)
             task = claim_task(buffer_ptr)
-    if ok == 0:
-        stop_tasks(buffer_ptr)
-    last = finish_call(buffer_ptr)
-    if last != 0:
+    # Nothing is left to be checked: whoever got here has the headers that it needs, or failed.
+    if close_call(buffer_ptr, ok, scale_out * scale_up, epoch, 0, 0, 0, operation) != 0:
         advance_epoch(buffer_ptr, epoch)
-    if last == 2:
-        poison(buffer_ptr, routing_ptr.to(tl.pointer_type(tl.float32)), tl.full((), 0, tl.int64), 16)
 
 
 def launch(

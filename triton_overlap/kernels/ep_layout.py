@@ -7,9 +7,7 @@ Ranks form ``num_scale_out`` S x ``num_scale_up`` U; rank = scale_out * U + scal
     hello_out  int64 [2, S, hello_words]        own rank                source of the opening puts, by parity and peer
     hello_in   int64 [2, S, hello_words]        scale-out peers         header and counts, by parity and scale-out rank
     counts     int64 [2, W, count_words]        scale-up peers          what each rank will send here
-    signals    int64 [num_signals]              everybody               see :class:`Signals`
-    flags      int32 [U, 2, C]                  scale-up peers          epoch: this channel's rows are all here; own
-                                                                        scale-out rank's tokens, then forwarded ones
+    signals    int64 [num_signals]              everybody               counters that only grow: see :class:`EpWord`
     staging    slot [S, C, slots]               own rank                source of puts
     incoming   slot [S, C, slots]               scale-out peers         target of puts
     rows       slot [W, max_tokens]             scale-up peers          dispatch: row ``position`` of each source rank;
@@ -58,7 +56,6 @@ class EpWord(IntEnum):
     HELLO_OUT = auto()  # byte offsets in the symmetric allocation, up to ROWS
     HELLO_IN = auto()
     COUNTS = auto()
-    FLAGS = auto()
     STAGING = auto()
     INCOMING = auto()
     ROWS = auto()
@@ -66,6 +63,7 @@ class EpWord(IntEnum):
     DATA_SIGNALS = auto()  # int64: puts of each part
     BATCH_SIGNALS = auto()  # int64 [C]: batches of a combine
     PUSH_SIGNALS = auto()  # int64 [S]: rows pushed here by scale-up peers in combines
+    ARRIVAL_SIGNALS = auto()  # int64 [U]: channels whose rows a scale-up rank has stored here
     BASES = auto()  # address of int64 [signals], this device only: each signal when the last call ended
     CUT = auto()  # address of int32 [CUT_WORDS], this device only (ep_parts.py)
     CHANNEL_SIGNALS = auto()  # address of int32 [C], this device only: index of the signal of a channel's part 0
@@ -149,7 +147,7 @@ class EpLayout:
 
     @property
     def num_signals(self) -> int:
-        return 2 * self.num_scale_out + self.num_data_signals + self.geometry.num_channels
+        return 2 * self.num_scale_out + self.num_data_signals + self.geometry.num_channels + self.num_scale_up
 
     @property
     def max_puts(self) -> int:
@@ -163,7 +161,7 @@ class EpLayout:
 
     @property
     def _regions(self) -> list[tuple[str, int]]:
-        s, u, w = self.num_scale_out, self.num_scale_up, self.world_size
+        s, w = self.num_scale_out, self.world_size
         channels = self.geometry.num_channels
         slots = s * channels * self.geometry.slots_per_channel if s > 1 else 0
         return [
@@ -172,7 +170,6 @@ class EpLayout:
             ("hello_in", 2 * s * self.hello_words * 8),
             ("counts", 2 * w * self.count_words * 8),
             ("signals", self.num_signals * 8),
-            ("flags", u * 2 * channels * 4),
             ("staging", slots * self.slot_bytes),
             ("incoming", slots * self.slot_bytes),
             ("rows", w * self.max_tokens * self.slot_bytes),
@@ -258,11 +255,12 @@ class EpLayout:
             EpWord.PUSH_SIGNALS: signals + 8 * self.num_scale_out,
             EpWord.BATCH_SIGNALS: signals + 16 * self.num_scale_out,
             EpWord.DATA_SIGNALS: signals + 16 * self.num_scale_out + 8 * self.geometry.num_channels,
+            EpWord.ARRIVAL_SIGNALS: signals + 8 * (self.num_signals - self.num_scale_up),
             EpWord.BASES: bases,
             EpWord.CUT: cut,
             EpWord.CHANNEL_SIGNALS: channel_signals,
         }
-        for region in ("hello_out", "hello_in", "counts", "flags", "staging", "incoming", "rows"):
+        for region in ("hello_out", "hello_in", "counts", "staging", "incoming", "rows"):
             values[EpWord[region.upper()]] = self.offset(region)
         for name, (start, _) in self.routing.items():
             values[EpWord[name.upper()]] = start
