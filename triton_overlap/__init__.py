@@ -34,12 +34,15 @@ from .errors import (
     TritonOverlapError,
 )
 from .kernels.launching import specializations
+from .kernels.methods import Method
 from .ops import (
     all_gather,
+    all_gather_beside_matmul,
     all_gather_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
     reduce_scatter,
+    reduce_scatter_beside_matmul,
     replicated_matmul,
 )
 
@@ -57,10 +60,12 @@ __all__ = [
     "CommTimeoutError",
     "Group",
     "GroupBrokenError",
+    "Method",
     "TritonOverlapError",
     "UserBuffer",
     "UserBufferQuantizationMode",
     "all_gather",
+    "all_gather_beside_matmul",
     "all_gather_matmul",
     "destroy_ub",
     "errors",
@@ -72,6 +77,7 @@ __all__ = [
     "nn",
     "packing",
     "reduce_scatter",
+    "reduce_scatter_beside_matmul",
     "replicated_matmul",
     "set_ub_active_shape",
     "sim",

@@ -57,13 +57,15 @@ def products(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
                 check(buffer, sizes, rows, seed)
 
 
-def all_gather_matmul(buffer: UserBuffer, sizes: Sizes, rows: int, seed: int) -> Results:
+def all_gather_matmul(
+    buffer: UserBuffer, sizes: Sizes, rows: int, seed: int, method: str | to.Method = "fused"
+) -> Results:
     group, dtype = buffer.group, buffer.dtype
     draw = Draw(group, dtype, seed)
     a, b = draw.per_rank(rows, sizes.hidden), draw.per_rank(sizes.hidden, sizes.features)
     bias, d_out = draw.per_rank(sizes.features), draw.per_rank(rows * group.world_size, sizes.features)
     mine = [draw.mine(a), draw.mine(b), draw.mine(bias)]
-    out = to.all_gather_matmul(mine[0], mine[1], bias=mine[2], buffer=buffer)
+    out = to.all_gather_matmul(mine[0], mine[1], bias=mine[2], buffer=buffer, method=method)
     out.backward(draw.constant(d_out))
 
     a64, b64, bias64 = leaves64(a), leaves64(b), leaves64(bias)
@@ -75,7 +77,7 @@ def all_gather_matmul(buffer: UserBuffer, sizes: Sizes, rows: int, seed: int) ->
     return _results(out=out, a=mine[0].grad, b=mine[1].grad, bias=mine[2].grad)
 
 
-def several_b(buffer: UserBuffer, sizes: Sizes, rows: int, seed: int) -> Results:
+def several_b(buffer: UserBuffer, sizes: Sizes, rows: int, seed: int, method: str | to.Method = "fused") -> Results:
     """Two b share a gather, the second without bias; the gathered rows get a gradient of their own."""
     group, dtype = buffer.group, buffer.dtype
     tokens, narrow = rows * group.world_size, sizes.features // 2
@@ -86,7 +88,7 @@ def several_b(buffer: UserBuffer, sizes: Sizes, rows: int, seed: int) -> Results
     d_b, d_c, d_g = (draw.per_rank(tokens, n) for n in (sizes.features, narrow, sizes.hidden))
     mine = [draw.mine(a), draw.mine(b), draw.mine(c), draw.mine(bias)]
     outs, gathered = to.all_gather_matmul(
-        mine[0], [mine[1], mine[2]], bias=[mine[3], None], buffer=buffer, return_gathered=True
+        mine[0], [mine[1], mine[2]], bias=[mine[3], None], buffer=buffer, return_gathered=True, method=method
     )
     torch.autograd.backward([*outs, gathered], [draw.constant(d) for d in (d_b, d_c, d_g)])
 
@@ -106,14 +108,16 @@ def several_b(buffer: UserBuffer, sizes: Sizes, rows: int, seed: int) -> Results
     return _results(b=outs[0], c=outs[1], gathered=gathered, da=mine[0].grad, db=mine[1].grad, dc=mine[2].grad)
 
 
-def matmul_reduce_scatter(buffer: UserBuffer, sizes: Sizes, rows: int, seed: int) -> Results:
+def matmul_reduce_scatter(
+    buffer: UserBuffer, sizes: Sizes, rows: int, seed: int, method: str | to.Method = "fused"
+) -> Results:
     group, dtype = buffer.group, buffer.dtype
     draw = Draw(group, dtype, seed)
     a = draw.per_rank(rows * group.world_size, sizes.features)
     b = draw.per_rank(sizes.features, sizes.hidden)
     bias, d_out = draw.one(sizes.hidden), draw.per_rank(rows, sizes.hidden)
     mine = [draw.mine(a), draw.mine(b), leaf(bias)]
-    out = to.matmul_reduce_scatter(mine[0], mine[1], bias=mine[2], buffer=buffer)
+    out = to.matmul_reduce_scatter(mine[0], mine[1], bias=mine[2], buffer=buffer, method=method)
     out.backward(draw.constant(d_out))
 
     a64, b64, (bias64,) = leaves64(a), leaves64(b), leaves64([bias])

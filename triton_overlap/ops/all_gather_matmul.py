@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
-from ..kernels import all_gather_matmul as all_gather_matmul_kernel
+from ..kernels import by_method
+from ..kernels.methods import Method, reduce_method
 from .autocast import autocast_operands
 from .validation import (
     check_activation,
@@ -32,7 +33,7 @@ from .validation import (
     refuse_double_backward,
     world_size_of,
 )
-from .weight_gradient import bias_gradient, local_matmul, weight_gradient
+from .weight_gradient import bias_gradient, weight_gradient
 
 __all__ = ["all_gather_matmul", "all_gather_matmul_op", "all_gather_matmuls_op"]
 
@@ -141,24 +142,15 @@ def _forward(
 ) -> list[Tensor]:
     """What both operators compute: [T, N_i] for each b, then the gathered rows where ``gather``."""
     user_buffer = user_buffer_by_handle(buffer)
-    check_method(_NAME, method)
-    tokens = check_activation(_NAME, user_buffer, "a_shard", a_shard, is_shard=True, is_hidden=True)
+    by = check_method(_NAME, user_buffer, method)
+    check_activation(_NAME, user_buffer, "a_shard", a_shard, is_shard=True, is_hidden=True)
     for b, bias, main_grad in zip(bs, biases, main_grads, strict=True):
         check_weight(_NAME, user_buffer, b, a_shard.shape[1])
         if bias is not None:
             check_bias(_NAME, user_buffer, bias, b)
         if main_grad is not None:
             check_main_grad(_NAME, main_grad, b)
-
-    needs_gathered = gather or len(bs) > 1
-    outs = [all_gather_matmul_kernel.launch(user_buffer, a_shard, bs[0], biases[0], gather=needs_gathered)]
-    if needs_gathered:
-        gathered = user_buffer.gathered(tokens)  # a view of the buffer's slot
-        outs += [local_matmul(gathered, b, bias) for b, bias in zip(bs[1:], biases[1:], strict=True)]
-        if gather:
-            outs.append(gathered.clone())
-        user_buffer.extend_call()
-    return outs
+    return by_method.all_gather_matmul(user_buffer, a_shard, bs, biases, gather=gather, method=by)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -259,7 +251,7 @@ def _shard_gradient(
     grad = grads[0] if len(grads) == 1 else torch.cat(grads, dim=1)
     weight = weights[0] if len(weights) == 1 else torch.cat(weights, dim=1)
     product: Tensor = torch.ops.triton_overlap.matmul_reduce_scatter(
-        grad, weight.transpose(0, 1), None, None, buffer, method
+        grad, weight.transpose(0, 1), None, None, buffer, reduce_method(method)
     )
     return product if out is None else out + product
 
@@ -275,7 +267,7 @@ def all_gather_matmul(
     *,
     buffer: UserBuffer | Communicator,
     bias: Tensor | None = ...,
-    method: str = ...,
+    method: str | Method = ...,
     return_gathered: Literal[False] = ...,
     main_grad: Tensor | None = ...,
 ) -> Tensor: ...
@@ -288,7 +280,7 @@ def all_gather_matmul(
     *,
     buffer: UserBuffer | Communicator,
     bias: Tensor | None = ...,
-    method: str = ...,
+    method: str | Method = ...,
     return_gathered: Literal[True],
     main_grad: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -301,7 +293,7 @@ def all_gather_matmul(
     *,
     buffer: UserBuffer | Communicator,
     bias: Sequence[Tensor | None] | None = ...,
-    method: str = ...,
+    method: str | Method = ...,
     return_gathered: Literal[False] = ...,
     main_grad: Sequence[Tensor | None] | None = ...,
 ) -> list[Tensor]: ...
@@ -314,7 +306,7 @@ def all_gather_matmul(
     *,
     buffer: UserBuffer | Communicator,
     bias: Sequence[Tensor | None] | None = ...,
-    method: str = ...,
+    method: str | Method = ...,
     return_gathered: Literal[True],
     main_grad: Sequence[Tensor | None] | None = ...,
 ) -> tuple[list[Tensor], Tensor]: ...
@@ -326,7 +318,7 @@ def all_gather_matmul(
     *,
     buffer: UserBuffer | Communicator,
     bias: Tensor | Sequence[Tensor | None] | None = None,
-    method: str = "fused",
+    method: str | Method = "fused",
     return_gathered: bool = False,
     main_grad: Tensor | Sequence[Tensor | None] | None = None,
 ) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
@@ -341,7 +333,8 @@ def all_gather_matmul(
         b: [K, N], any strides ``torch.matmul`` takes without a copy, or several that share one gather.
         buffer: a user buffer with hidden size K and room for T tokens.
         bias: [N], or one (or None) for each of several ``b``.
-        method: ``"fused"``, one persistent kernel.
+        method: ``"fused"`` (one persistent kernel), ``"ring_exchange"`` or ``"nccl"``, or a ``Method`` with options;
+            see docs/methods.md. Backward takes the same one.
         return_gathered: also return the gathered rows, differentiable as well.
         main_grad: float32 [K, N], any strides, or one (or None) for each of several ``b``. Backward adds the weight
             gradient to it, and ``b`` gets no gradient of its own.
@@ -362,7 +355,7 @@ def all_gather_matmul(
         out: Tensor
         gathered: Tensor
         out, gathered = torch.ops.triton_overlap.all_gather_matmul(
-            a_cast, b_cast, bias_cast, _only("main_grad", main_grad), buffer.handle, gather, method
+            a_cast, b_cast, bias_cast, _only("main_grad", main_grad), buffer.handle, gather, str(method)
         )
         return (out, gathered) if return_gathered else out
 
@@ -377,7 +370,7 @@ def all_gather_matmul(
         _tensors(main_grads, a_shard),
         buffer.handle,
         gather,
-        method,
+        str(method),
     )
     return (list(outs[:-1]), outs[-1]) if return_gathered else list(outs[: len(bs)])
 

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import all_gather as all_gather_kernel
-from ..kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernel
+from ..kernels import by_method, gathered
+from ..kernels.methods import Method
 from .autocast import autocast_operands
 from .matmul_reduce_scatter import check_operands
 from .validation import (
@@ -57,12 +58,10 @@ def matmul_all_reduce_op(
 ) -> Tensor:
     """``torch.ops.triton_overlap.matmul_all_reduce``: arguments as in ``matmul_reduce_scatter`` -> [T, N], fresh."""
     user_buffer = user_buffer_by_handle(buffer)
-    tokens = check_operands(_ALL_REDUCE, user_buffer, a, b, bias, main_grad, method)
-    shard = matmul_reduce_scatter_kernel.launch(user_buffer, a, b, bias)
+    tokens, by = check_operands(_ALL_REDUCE, user_buffer, a, b, bias, main_grad, method)
+    shard = by_method.matmul_reduce_scatter(user_buffer, a, b, bias, method=by)
     all_gather_kernel.launch(user_buffer, shard)
-    gathered = user_buffer.gathered(tokens).clone()
-    user_buffer.extend_call()
-    return gathered
+    return gathered.launch(user_buffer, tokens)
 
 
 @matmul_all_reduce_op.register_fake
@@ -106,7 +105,7 @@ def replicated_matmul_op(
 ) -> Tensor:
     """``torch.ops.triton_overlap.replicated_matmul``: x [T, K], b [K, N] -> [T, N], fresh."""
     user_buffer = user_buffer_by_handle(buffer)
-    check_method(_REPLICATED, method)
+    check_method(_REPLICATED, user_buffer, method)
     # Checked here and not first in backward, where a peer might already be waiting.
     check_activation(_REPLICATED, user_buffer, "x", x, is_shard=False, is_hidden=True)
     check_weight(_REPLICATED, user_buffer, b, x.shape[1])
@@ -143,7 +142,7 @@ def matmul_all_reduce(
     *,
     buffer: UserBuffer | Communicator,
     bias: Tensor | None = None,
-    method: str = "fused",
+    method: str | Method = "fused",
     main_grad: Tensor | None = None,
 ) -> Tensor:
     """Multiply and sum over the ranks: ``sum over ranks of a @ b``, plus ``bias``, on every rank.
@@ -157,7 +156,7 @@ def matmul_all_reduce(
     """
     a_cast, b_cast, bias_cast = autocast_operands(a, b, bias)
     out: Tensor = torch.ops.triton_overlap.matmul_all_reduce(
-        a_cast, b_cast, bias_cast, main_grad, buffer.handle, method
+        a_cast, b_cast, bias_cast, main_grad, buffer.handle, str(method)
     )
     return out
 
@@ -168,7 +167,7 @@ def replicated_matmul(
     *,
     buffer: UserBuffer | Communicator,
     bias: Tensor | None = None,
-    method: str = "fused",
+    method: str | Method = "fused",
     main_grad: Tensor | None = None,
 ) -> Tensor:
     """``x @ b + bias`` on this rank, where ``x`` is the same on every rank and its gradient is summed over the ranks.
@@ -181,7 +180,7 @@ def replicated_matmul(
         b: [K, N], this rank's columns, any strides ``torch.matmul`` takes without a copy.
         buffer: a user buffer with hidden size K and room for T tokens.
         bias: [N] or None.
-        method: of the backward product, ``"fused"``.
+        method: of the backward product, as for ``matmul_reduce_scatter``.
         main_grad: float32 [K, N], any strides. Backward adds the weight gradient to it, and ``b`` gets no gradient of
             its own.
 
@@ -190,6 +189,6 @@ def replicated_matmul(
     """
     x_cast, b_cast, bias_cast = autocast_operands(x, b, bias)
     out: Tensor = torch.ops.triton_overlap.replicated_matmul(
-        x_cast, b_cast, bias_cast, main_grad, buffer.handle, method
+        x_cast, b_cast, bias_cast, main_grad, buffer.handle, str(method)
     )
     return out

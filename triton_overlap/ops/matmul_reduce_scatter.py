@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
-from ..kernels import matmul_reduce_scatter as matmul_reduce_scatter_kernel
+from ..kernels import by_method
+from ..kernels.methods import Method, gather_method
 from .autocast import autocast_operands
 from .validation import (
     check_activation,
@@ -45,16 +46,16 @@ def check_operands(
     bias: Tensor | None,
     main_grad: Tensor | None,
     method: str,
-) -> int:
-    """Check the operands of a product whose result goes through the buffer, and return the token count T."""
-    check_method(operation, method)
+) -> tuple[int, Method]:
+    """Check the operands of a product whose result goes through the buffer; the token count T and the method."""
+    by = check_method(operation, user_buffer, method)
     tokens = check_activation(operation, user_buffer, "a", a, is_shard=False, is_hidden=False)
     check_weight(operation, user_buffer, b, a.shape[1], user_buffer.capacity_shape[1])
     if bias is not None:
         check_bias(operation, user_buffer, bias, b)
     if main_grad is not None:
         check_main_grad(operation, main_grad, b)
-    return tokens
+    return tokens, by
 
 
 @torch.library.custom_op("triton_overlap::matmul_reduce_scatter", mutates_args=())
@@ -75,8 +76,8 @@ def matmul_reduce_scatter_op(
         [T/W, N], fresh.
     """
     user_buffer = user_buffer_by_handle(buffer)
-    check_operands(_NAME, user_buffer, a, b, bias, main_grad, method)
-    return matmul_reduce_scatter_kernel.launch(user_buffer, a, b, bias)
+    _, by = check_operands(_NAME, user_buffer, a, b, bias, main_grad, method)
+    return by_method.matmul_reduce_scatter(user_buffer, a, b, bias, method=by)
 
 
 @matmul_reduce_scatter_op.register_fake
@@ -102,7 +103,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     gathered: Tensor | None = None
     if needs_a:
         a_grad, gathered = torch.ops.triton_overlap.all_gather_matmul(
-            grad, b.transpose(0, 1), None, None, ctx.buffer, needs_gathered, ctx.method
+            grad,
+            b.transpose(0, 1),
+            None,
+            None,
+            ctx.buffer,
+            needs_gathered,
+            gather_method(ctx.method),
         )
     elif needs_gathered:
         gathered = torch.ops.triton_overlap.all_gather(grad, ctx.buffer)
@@ -120,7 +127,7 @@ def matmul_reduce_scatter(
     *,
     buffer: UserBuffer | Communicator,
     bias: Tensor | None = None,
-    method: str = "fused",
+    method: str | Method = "fused",
     main_grad: Tensor | None = None,
 ) -> Tensor:
     """Multiply, sum over the ranks and keep this rank's rows: rows of ``sum over ranks of a @ b``, plus ``bias``.
@@ -135,7 +142,8 @@ def matmul_reduce_scatter(
         b: [K, N], this rank's rows, any strides ``torch.matmul`` takes without a copy.
         buffer: a user buffer with hidden size N and room for T tokens.
         bias: [N], the same on every rank; added once, after the sum. Every rank gets its full gradient.
-        method: ``"fused"``, one persistent kernel.
+        method: ``"fused"`` (one persistent kernel), ``"ring_exchange"``, ``"pipeline"`` or ``"nccl"``, or a ``Method``
+            with options; see docs/methods.md. Backward takes the same one, and ring exchange after ``"pipeline"``.
         main_grad: float32 [K, N], any strides. Backward adds the weight gradient to it, and ``b`` gets no gradient of
             its own.
 
@@ -150,6 +158,6 @@ def matmul_reduce_scatter(
     """
     a_cast, b_cast, bias_cast = autocast_operands(a, b, bias)
     out: Tensor = torch.ops.triton_overlap.matmul_reduce_scatter(
-        a_cast, b_cast, bias_cast, main_grad, buffer.handle, method
+        a_cast, b_cast, bias_cast, main_grad, buffer.handle, str(method)
     )
     return out

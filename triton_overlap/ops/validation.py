@@ -14,9 +14,7 @@ from torch import Tensor
 
 from ..comm.user_buffers import UserBuffer, user_buffer_by_handle
 from ..errors import ActiveShapeError
-
-#: Names of the methods that exist.
-METHODS = ("fused",)
+from ..kernels.methods import Method, parse_for
 
 
 def world_size_of(handle: str) -> int:
@@ -24,10 +22,26 @@ def world_size_of(handle: str) -> int:
     return user_buffer_by_handle(handle).group.world_size
 
 
-def check_method(operation: str, method: str) -> None:
-    """ValueError with the known names unless ``method`` is one."""
-    if method not in METHODS:
-        raise ValueError(f"{operation}: unknown method {method!r}; known methods: {', '.join(map(repr, METHODS))}")
+def check_method(operation: str, buffer: UserBuffer, text: str) -> Method:
+    """The method that ``text`` names.
+
+    Raises:
+        ValueError: unknown, or not for this operation; says which are.
+        NotImplementedError: the buffer's backend lacks what it needs.
+    """
+    method = parse_for(operation, text)
+    backend = buffer.group.backend
+    if method.use_ce and backend.copies is None:
+        raise NotImplementedError(
+            f"{operation}: method {text!r} wants a copy engine, and the {backend.name} backend has none; "
+            "give use_ce=False"
+        )
+    if method.name == "nccl" and buffer.group.world_size > 1 and backend.collectives is None:
+        raise NotImplementedError(
+            f"{operation}: method 'nccl' needs the collectives of a torch.distributed process group, and the "
+            f"{backend.name} backend has none; use 'ring_exchange', or a group over rank processes"
+        )
+    return method
 
 
 def check_activation(

@@ -1,0 +1,126 @@
+"""Methods other than the fused one: values, failures and errors on rank processes and in the simulator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import triton_overlap as to
+from tests.ops import method_bodies
+from tests.ops.cases import DTYPES, SMALL_CPU, Sizes, in_simulator, on_ranks
+from triton_overlap.kernels.methods import OPTIONS, Method, chunk_groups, gather_method, part_of_pieces, reduce_method
+
+GATHER = [
+    "ring_exchange",
+    "ring_exchange(aggregate=True)",
+    "ring_exchange(use_ce=True)",
+    "ring_exchange(aggregate=True,use_ce=True)",
+]
+#: More parts than pieces too.
+REDUCE = ["ring_exchange", "ring_exchange(use_ce=True)", "pipeline", "pipeline(num_splits=2,num_sm=2)"]
+BULK = ["bulk", "bulk(use_ce=True)", "bulk(use_ce=False,num_sm=1)"]
+#: Methods that need a process group.
+NCCL = ["nccl"]
+#: Several pieces a chunk, ends inside a piece, one row.
+PIECES = Sizes(hidden=24, features=40, rows=(9, 1), max_rows=11)
+ONE_COUNT = Sizes(hidden=16, features=16, rows=(5,), max_rows=6)
+TINY = Sizes(hidden=16, features=16, rows=(5, 2), max_rows=6)
+
+
+@pytest.mark.parametrize("world_size, dtype", ((2, torch.bfloat16), (2, torch.float16), (3, torch.float32)), ids=str)
+def test_values(world_size: int, dtype: torch.dtype) -> None:
+    on_ranks(world_size, method_bodies.values, PIECES, dtype, [*GATHER, *NCCL], [*REDUCE, *NCCL])
+
+
+def test_values_of_one_rank() -> None:
+    on_ranks(1, method_bodies.values, PIECES, torch.float32, [*GATHER, *NCCL], [*REDUCE, *NCCL])
+    on_ranks(1, method_bodies.beside, PIECES, torch.float32, BULK)
+
+
+@pytest.mark.parametrize("world_size, dtype", ((2, torch.bfloat16), (2, torch.float16), (3, torch.float32)), ids=str)
+def test_collective_beside_a_product(world_size: int, dtype: torch.dtype) -> None:
+    on_ranks(world_size, method_bodies.beside, PIECES, dtype, BULK[:2])
+
+
+@pytest.mark.parametrize("world_size, seed", ((2, 0), (3, 1)))
+def test_collective_beside_a_product_in_any_schedule(world_size: int, seed: int) -> None:
+    in_simulator(world_size, seed, method_bodies.beside, ONE_COUNT, torch.float32, BULK[:2])
+
+
+def test_without_sequence_parallelism() -> None:
+    on_ranks(2, method_bodies.all_reduce, PIECES, torch.float32, [*REDUCE, *NCCL])
+
+
+def test_no_process_group() -> None:
+    in_simulator(2, 0, method_bodies.no_collectives, TINY)
+
+
+@pytest.mark.parametrize("world_size, seed", ((2, 0), (3, 1)))
+def test_any_schedule(world_size: int, seed: int) -> None:
+    in_simulator(world_size, seed, method_bodies.once, TINY, torch.float32, GATHER, REDUCE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("world_size", (2, 3, 5))
+def test_campaign(world_size: int, seed: int) -> None:
+    in_simulator(world_size, seed, method_bodies.once, TINY, DTYPES[seed % 3], GATHER, REDUCE)
+    in_simulator(world_size, seed, method_bodies.beside, TINY, DTYPES[seed % 3], BULK)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_methods_in_turn(seed: int) -> None:
+    in_simulator(3, seed, method_bodies.mixed, TINY, torch.float32, ["fused", *GATHER], ["fused", *REDUCE])
+
+
+@pytest.mark.parametrize(
+    "mine",
+    (("ring_exchange", "fused"), ("fused", "ring_exchange"), ("nccl", "fused"), ("ring_exchange", "nccl")),
+    ids="-".join,
+)
+def test_ranks_with_different_methods(mine: tuple[str, str]) -> None:
+    if "nccl" not in mine:
+        in_simulator(3, 0, method_bodies.other_method, TINY, mine)
+    on_ranks(2, method_bodies.other_method, TINY, mine)
+
+
+def test_errors() -> None:
+    on_ranks(2, method_bodies.errors, SMALL_CPU)
+    on_ranks(2, method_bodies.beside_errors, SMALL_CPU)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_an_exception_in_the_middle_of_a_call(seed: int) -> None:
+    in_simulator(2, seed, method_bodies.half_done, TINY)
+
+
+@pytest.mark.parametrize("method", GATHER[:3])
+def test_a_missing_rank_leaves_nan(method: str) -> None:
+    in_simulator(3, 0, method_bodies.poisoned_outputs, TINY, method)
+
+
+def test_every_method_reads_back() -> None:
+    for method in (*map(Method, OPTIONS), Method("ring_exchange", True, False, 3), Method("pipeline", num_splits=7)):
+        assert Method.parse(str(method)) == method
+    assert to.Method is Method
+    assert gather_method("pipeline(num_splits=2,num_sm=3)") == "ring_exchange(num_sm=3)"
+    assert reduce_method("ring_exchange(aggregate=True,use_ce=True)") == "ring_exchange(use_ce=True)"
+
+
+@pytest.mark.parametrize("aggregate", (False, True))
+@pytest.mark.parametrize("world_size", range(1, 8))
+def test_every_chunk_once_and_the_own_first(world_size: int, aggregate: bool) -> None:
+    for rank in range(world_size):
+        groups = chunk_groups(rank, world_size, aggregate)
+        assert sorted(chunk for first, last in groups for chunk in range(first, last)) == list(range(world_size))
+        assert groups[0][0] <= rank < groups[0][1]
+        assert len(groups) == (-(-world_size // 2) if aggregate else world_size)
+
+
+@pytest.mark.parametrize("pieces", range(1, 20))
+@pytest.mark.parametrize("num_splits", (1, 2, 3, 4, 7))
+def test_no_piece_is_left_over(pieces: int, num_splits: int) -> None:
+    parts = part_of_pieces(pieces, num_splits)
+    assert [piece for first, last in parts for piece in range(first, last)] == list(range(pieces))
+    assert all(first < last for first, last in parts)
+    assert len(parts) == min(pieces, num_splits)

@@ -1,0 +1,59 @@
+"""The products by any method that applies to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..comm.user_buffers import UserBuffer
+from . import all_gather_matmul as fused_all_gather
+from . import collective, gathered, pipeline, ring_exchange
+from . import matmul_reduce_scatter as fused_reduce_scatter
+from .methods import Method
+from .steps import multiply_into
+
+
+def all_gather_matmul(
+    buffer: UserBuffer,
+    x: torch.Tensor,
+    bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    *,
+    gather: bool = False,
+    method: Method,
+) -> list[torch.Tensor]:
+    """``concat(x of every rank) @ b + bias`` for each b, then with ``gather`` the gathered rows: [T/W, K] and [K, N_i]
+    -> [T, N_i] .., [T, K], all fresh."""
+    if method.name == "ring_exchange":
+        return ring_exchange.all_gather_matmul(buffer, x, bs, biases, gather=gather, method=method)
+    if method.name == "nccl":
+        return collective.all_gather_matmul(buffer, x, bs, biases, gather=gather, method=method)
+    needs_gathered = gather or len(bs) > 1
+    outs = [fused_all_gather.launch(buffer, x, bs[0], biases[0], gather=needs_gathered)]
+    if needs_gathered:
+        rows = gathered.launch(buffer, outs[0].shape[0])
+        for b, bias in zip(bs[1:], biases[1:], strict=True):
+            outs.append(x.new_empty((rows.shape[0], b.shape[1])))
+            multiply_into(outs[-1], rows, b, bias)
+        if gather:
+            outs.append(rows)
+    return outs
+
+
+def matmul_reduce_scatter(
+    buffer: UserBuffer,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    method: Method,
+) -> torch.Tensor:
+    """This rank's chunk of ``sum over ranks of a @ b``, plus ``bias``: [T, K] and [K, N] -> [T/W, N], fresh."""
+    if method.name == "ring_exchange":
+        return ring_exchange.matmul_reduce_scatter(buffer, a, b, bias, method=method)
+    if method.name == "pipeline":
+        return pipeline.matmul_reduce_scatter(buffer, a, b, bias, method=method)
+    if method.name == "nccl":
+        return collective.matmul_reduce_scatter(buffer, a, b, bias, method=method)
+    return fused_reduce_scatter.launch(buffer, a, b, bias)
