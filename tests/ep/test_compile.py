@@ -1,0 +1,80 @@
+"""The expert-parallel kernels compile for a GPU on a machine without one, once for all token counts and routings."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+TOKENS = (0, 1, 15, 16, 100, 4096)
+
+
+def main(world_size: int, num_scale_up: int) -> None:
+    """Runs in the child process, without the interpreter."""
+    from tests.kernels.compiling import Compiler, OneRankOfMany
+    from triton_overlap.comm.group import Group
+    from triton_overlap.expert_buffer import ExpertBuffer
+    from triton_overlap.kernels import ep_combine, ep_dispatch, ep_route, ep_unpack
+
+    compiler = Compiler()
+    for module in (ep_combine, ep_dispatch, ep_route, ep_unpack):
+        module.launch_kernel = compiler  # type: ignore[attr-defined]
+    group = Group(OneRankOfMany(world_size))
+    buffer = ExpertBuffer(
+        group,
+        num_max_tokens_per_rank=4096,
+        hidden=1024,
+        num_topk=8,
+        num_experts=256,
+        num_scale_up=num_scale_up,
+        use_fp8_dispatch=True,
+    )
+    routing = torch.zeros(buffer.layout.routing_words, dtype=torch.int32)
+    for tokens in TOKENS:
+        x, scales = torch.zeros(tokens, 1024, dtype=torch.bfloat16), torch.zeros(tokens, 8)
+        topk_idx, weights = torch.zeros(tokens, 8, dtype=torch.int64), torch.zeros(tokens, 8)
+        ep_route.launch(buffer.layout, buffer.ep_table, routing, topk_idx)
+        ep_dispatch.launch(buffer, routing, x, None, topk_idx, weights, operation=5, counts=True)
+        fp8 = x.to(torch.float8_e4m3fn)
+        ep_dispatch.launch(buffer, routing, fp8, scales, topk_idx, weights, operation=6, counts=False)
+        received = ep_unpack.Received(x, None, topk_idx, weights)
+        for expand in (False, True):
+            ep_unpack.launch(buffer, routing, received, expand=expand, alignment=max(tokens, 1))
+            ep_combine.launch(buffer, routing, x, weights if expand else None, (), x, operation=7, expand=expand)
+    print(
+        json.dumps(
+            {
+                "keys": {name: len(keys) for name, keys in compiler.keys.items()},
+                "ours": {name: len(keys) for name, keys in compiler.own_keys.items()},
+                "spills": sum(binary.asm["ptx"].count("st.local") for _, binary in compiler.binaries),
+            }
+        )
+    )
+
+
+@pytest.mark.parametrize("world_size, num_scale_up", [(2, 2), (4, 2)])
+def test_one_compilation_serves_every_token_count(world_size: int, num_scale_up: int) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", f"from tests.ep.test_compile import main; main({world_size}, {num_scale_up})"],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert child.returncode == 0, child.stderr[-4000:]
+    report = json.loads(child.stdout.splitlines()[-1])
+    # Rows with scales and without; expanded rows and others, whose experts and rows are written apart.
+    expected = {
+        "ep_route_kernel": 1,
+        "ep_dispatch_kernel": 2,
+        "ep_unpack_kernel": 3,
+        "ep_expand_kernel": 1,
+        "ep_combine_kernel": 2,
+    }
+    assert report["keys"] == expected
+    assert report["ours"] == expected
+    assert report["spills"] == 0
