@@ -135,6 +135,58 @@ def all_reduce(group: to.Group, sizes: Sizes, dtype: torch.dtype, methods: list[
         assert_close(f"dx of replicated_matmul by {method}", x.grad, x64.grad, dtype)
 
 
+def opcheck(group: to.Group, sizes: Sizes) -> None:
+    """Schema, fake kernel, autograd registration and AOT dispatch with dynamic shapes, of the bulk operators and of a
+    method with options."""
+    dtype, rows, tokens = torch.float32, sizes.rows[0], sizes.rows[0] * group.world_size
+    handle = sizes.buffer(group, dtype).handle
+    draw = Draw(group, dtype, 23)
+    x, whole = leaf(draw.one(rows, sizes.hidden)), leaf(draw.one(tokens, sizes.hidden))
+    a, b, bias = leaf(draw.one(3, 4)), leaf(draw.one(4, 5)), leaf(draw.one(5))
+    w = leaf(draw.one(sizes.hidden, sizes.features))
+    ops = torch.ops.triton_overlap
+    cases: list[tuple[Any, tuple[Any, ...]]] = [
+        (ops.all_gather_beside_matmul, (x, a, b, bias, handle, "bulk")),
+        (ops.reduce_scatter_beside_matmul, (whole, a, b, None, handle, "bulk(use_ce=True)")),
+        (ops.all_gather_matmul, (x, w, None, None, handle, True, "ring_exchange(aggregate=True)")),
+    ]
+    for op, args in cases:
+        outcome = torch.library.opcheck(op.default, args)
+        assert set(outcome.values()) == {"SUCCESS"}, f"{op}: {outcome}"
+
+
+def compiled(group: to.Group, sizes: Sizes) -> None:
+    """One graph for every token count, with a ``Method`` in the traced code."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    buffer = sizes.buffer(group, torch.float32)
+    draw = Draw(group, torch.float32, 29)
+    b, c = (
+        draw.mine(draw.per_rank(sizes.hidden, sizes.features)),
+        draw.mine(draw.per_rank(sizes.features, sizes.hidden)),
+    )
+    gather, reduce = to.Method("ring_exchange", aggregate=True), to.Method("pipeline", num_splits=2)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        h = to.all_gather_matmul(x, b, buffer=buffer, method=gather)
+        return to.matmul_reduce_scatter(torch.relu(h), c, buffer=buffer, method=reduce)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    fast = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
+    for rows in (5, 3, 8):
+        results = []
+        for function in (block, fast):
+            x = draw.mine([torch.ones(rows, sizes.hidden, device=group.device)] * group.world_size)
+            out = function(x)
+            out.sum().backward()
+            assert x.grad is not None
+            results.append([out.detach(), x.grad])
+        for eager, got in zip(*results, strict=True):
+            assert_equal("compiled", got, eager)
+    assert counter.frame_count == 1
+
+
 def once(group: to.Group, sizes: Sizes, dtype: torch.dtype, gather: list[str], reduce: list[str]) -> None:
     """As ``values``, once at every row count."""
     buffer = sizes.buffer(group, dtype)
@@ -171,6 +223,14 @@ def mixed(group: to.Group, sizes: Sizes, dtype: torch.dtype, gather: list[str], 
         torch.autograd.backward(reference.all_gather_matmul(x64, b64), h_grads)
         assert_close("gradient of x", mine[0].grad, x64[group.rank].grad, dtype)
         assert_close("gradient of b", mine[1].grad, b64[group.rank].grad, dtype)
+
+
+def mixed_asynchronously(
+    group: to.Group, sizes: Sizes, dtype: torch.dtype, gather: list[str], reduce: list[str]
+) -> None:
+    """``mixed``, where calls return before the device has finished them."""
+    group.check_mode = "async"
+    mixed(group, sizes, dtype, gather, reduce)
 
 
 def other_method(group: to.Group, sizes: Sizes, mine: tuple[str, str]) -> str:

@@ -8,6 +8,7 @@ import torch
 import triton_overlap as to
 from tests.ops import method_bodies
 from tests.ops.cases import DTYPES, SMALL_CPU, Sizes, in_simulator, on_ranks
+from triton_overlap.kernels import steps
 from triton_overlap.kernels.methods import OPTIONS, Method, chunk_groups, gather_method, part_of_pieces, reduce_method
 
 GATHER = [
@@ -51,6 +52,14 @@ def test_without_sequence_parallelism() -> None:
     on_ranks(2, method_bodies.all_reduce, PIECES, torch.float32, [*REDUCE, *NCCL])
 
 
+def test_opcheck() -> None:
+    on_ranks(2, method_bodies.opcheck, SMALL_CPU)
+
+
+def test_compiled_for_every_token_count() -> None:
+    on_ranks(2, method_bodies.compiled, SMALL_CPU)
+
+
 def test_no_process_group() -> None:
     in_simulator(2, 0, method_bodies.no_collectives, TINY)
 
@@ -71,6 +80,22 @@ def test_campaign(world_size: int, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_methods_in_turn(seed: int) -> None:
     in_simulator(3, seed, method_bodies.mixed, TINY, torch.float32, ["fused", *GATHER], ["fused", *REDUCE])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_methods_in_turn_without_synchronising(seed: int) -> None:
+    in_simulator(2, seed, method_bodies.mixed_asynchronously, TINY, torch.float32, ["ring_exchange"], REDUCE[2:])
+
+
+def test_a_delayed_rank() -> None:
+    world = to.sim.World(3, seed=4, faults=[to.sim.DelayRank(1, turns=300, start=40)])
+    world.run(lambda group: method_bodies.once(group, ONE_COUNT, torch.float32, GATHER[1:3], REDUCE[1:3]))
+
+
+def test_a_wait_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps.Steps, "wait_for", lambda self, first, last: None)
+    with pytest.raises(AssertionError, match="relative error inf"):
+        in_simulator(2, 0, method_bodies.once, ONE_COUNT, torch.float32, GATHER[:1], [])
 
 
 @pytest.mark.parametrize(

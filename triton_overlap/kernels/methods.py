@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 #: Options by method; those of one name mean the same for each.
@@ -62,6 +62,7 @@ class Method:
     use_ce: bool | None = None
     num_sm: int | None = None
     num_splits: int | None = None
+    _text: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
         if self.name not in OPTIONS:
@@ -75,6 +76,9 @@ class Method:
                     raise ValueError(f"{option} must be a whole number of at least 1, got {value!r}")
             elif not isinstance(value, bool):
                 raise ValueError(f"{option} must be True or False, got {value!r}")
+        # Written now, since torch.compile traces no formatting of numbers.
+        options = ",".join(f"{name}={value}" for name, value in self.options().items())
+        object.__setattr__(self, "_text", f"{self.name}({options})" if options else self.name)
 
     def options(self) -> dict[str, bool | int]:
         """The options that were given."""
@@ -82,8 +86,7 @@ class Method:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def __str__(self) -> str:
-        options = ",".join(f"{name}={value}" for name, value in self.options().items())
-        return f"{self.name}({options})" if options else self.name
+        return self._text
 
     @classmethod
     def parse(cls, text: str) -> Method:
