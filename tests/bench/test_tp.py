@@ -86,3 +86,11 @@ def measure_a_wrong_rival() -> str:
 def test_a_wrong_result_stops_every_rank_before_it_is_timed() -> None:
     for message in run_ranks(2, measure_a_wrong_rival):
         assert "relative error over 1e-05: fused 1.0e-03" in message
+
+
+def test_kept_results_do_not_name_places() -> None:
+    from triton_overlap.bench.__main__ import without_paths
+
+    assert without_paths(["tp", "--out", "/a/b", "--k", "8", "--plot=/c", "--commit", "d"]) == [
+        "tp", "--k", "8", "--commit", "d",
+    ]  # fmt: skip

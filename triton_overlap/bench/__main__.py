@@ -66,6 +66,17 @@ def launch(args: argparse.Namespace, argv: list[str], console: Console) -> int:
     return 0
 
 
+def without_paths(argv: list[str]) -> list[str]:
+    """``argv`` without ``--out`` and ``--plot``: where results were put says nothing about them."""
+    kept: list[str] = []
+    skip = False
+    for word in argv:
+        if not skip and not word.startswith(("--out=", "--plot=")) and word not in ("--out", "--plot"):
+            kept.append(word)
+        skip = word in ("--out", "--plot")
+    return kept
+
+
 def measure(args: argparse.Namespace, argv: list[str], console: Console) -> int:
     """One rank's part."""
     settings = tp.Settings(
@@ -76,7 +87,7 @@ def measure(args: argparse.Namespace, argv: list[str], console: Console) -> int:
         rounds=args.rounds,
         warmup=args.warmup,
         seed=args.seed,
-        command=argv,
+        command=without_paths(argv),
         commit=args.commit,
     )
     found = tp.run(settings, console)
