@@ -56,7 +56,7 @@ def main(world_size: int, num_scale_up: int) -> None:
     )
 
 
-@pytest.mark.parametrize("world_size, num_scale_up", [(2, 2), (4, 2)])
+@pytest.mark.parametrize("world_size, num_scale_up", [(2, 2), pytest.param(4, 2, marks=pytest.mark.long)])
 def test_one_compilation_serves_every_token_count(world_size: int, num_scale_up: int) -> None:
     child = subprocess.run(
         [sys.executable, "-c", f"from tests.ep.test_compile import main; main({world_size}, {num_scale_up})"],

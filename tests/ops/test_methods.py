@@ -78,7 +78,7 @@ def test_campaign(world_size: int, seed: int) -> None:
     in_simulator(world_size, seed, method_bodies.beside, TINY, DTYPES[seed % 3], BULK)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_methods_in_turn(seed: int) -> None:
     in_simulator(3, seed, method_bodies.mixed, TINY, torch.float32, ["fused", *GATHER], ["fused", *REDUCE])
 
