@@ -1,9 +1,10 @@
 """The protocol of a backend: everything the rest of the library asks of the memory it runs on.
 
 A new backend is one class with these members. From this package a backend imports ``errors`` and what ``comm`` holds
-beside groups and buffers (this page, ``bootstrap``, ``collectives``, ``interpreter``); never another backend, never
-``kernels``. What it needs from outside (torch, Triton, a vendor's library) is its own affair, since it is imported only
-when it is asked for.
+beside groups and buffers (this page, ``bootstrap``, ``collectives``, ``processes``, ``interpreter``); never another
+backend, never ``kernels``. Where the ranks are processes, ``processes.ProcessBackend`` has the members by which their
+hosts meet. What a backend needs from outside (torch, Triton, a vendor's library) is its own affair: it is imported
+only when it is asked for.
 
 What a backend promises
     * ``symmetric_empty`` is collective: every rank calls it in the same order with the same size, and gets

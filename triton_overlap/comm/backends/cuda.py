@@ -27,8 +27,8 @@ from triton.runtime.jit import JITFunction
 
 from triton_overlap.comm.backend import SymmetricMemory
 from triton_overlap.comm.bootstrap import Bootstrap
-from triton_overlap.comm.collectives import ProcessGroupCollectives
-from triton_overlap.errors import BackendError, ClosedError
+from triton_overlap.comm.processes import ProcessBackend, pushed_bytes
+from triton_overlap.errors import BackendError
 
 _ALIGNMENT = 1024
 _OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -82,11 +82,7 @@ class _CopyEngine:
         flag_byte_offset: int,
         flag_value: int,
     ) -> None:
-        if not source.is_contiguous():
-            raise ValueError(
-                f"a pushed tensor must be contiguous, got shape {list(source.shape)} and stride {source.stride()}"
-            )
-        data = source.detach().reshape(-1).view(torch.uint8)
+        data = pushed_bytes(source)
         with torch.cuda.stream(self._stream):
             if data.numel():
                 # Both sides are contiguous bytes on what torch takes for one device, so this is a plain asynchronous
@@ -104,7 +100,7 @@ class _CopyEngine:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-class CudaBackend:
+class CudaBackend(ProcessBackend):
     """See :class:`triton_overlap.comm.backend.Backend` and the module's page. Collective.
 
     The device is torch's current one: call ``torch.cuda.set_device`` first.
@@ -124,11 +120,8 @@ class CudaBackend:
     clock_address = 0
 
     def __init__(self, bootstrap: Bootstrap, timeout_s: float, process_group: dist.ProcessGroup | None) -> None:
-        self.rank = bootstrap.rank
-        self.world_size = bootstrap.world_size
-        self._bootstrap = bootstrap
+        super().__init__(bootstrap, process_group)
         self._process_group = process_group
-        self._closed = False
         entries = bootstrap.all_gather_object(_facts(), timeout_s)
         _refuse(_problem(entries))
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -137,39 +130,19 @@ class CudaBackend:
             _refuse(problem)
         self.num_programs: int = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.copies = _CopyEngine(self.device)
-        self.collectives = None if process_group is None else ProcessGroupCollectives(process_group)
         # High priority, so that a few programs that communicate get their places beside a GEMM that fills the GPU.
         self._side_stream = torch.cuda.Stream(self.device, priority=-1)
 
-    def barrier(self, timeout_s: float) -> None:
-        self._check_open()
-        self._bootstrap.barrier(timeout_s)
-
-    def rejoin(self, generation: int) -> None:
-        self._bootstrap.rejoin(generation)
-
-    def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
-        self._check_open()
-        return self._bootstrap.all_gather_object(value, timeout_s)
-
     def symmetric_empty(self, num_bytes: int, timeout_s: float) -> SymmetricMemory:
         """See the protocol. ``BackendError`` on every rank where one rank's GPU has no memory left."""
-        self._check_open()
-        if num_bytes <= 0:
-            raise ValueError(f"a symmetric allocation needs at least one byte, got {num_bytes}")
+        self._check_allocation(num_bytes)
         padded = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        allocation, error = None, None
+        allocation, problem = None, None
         try:
             allocation = self._allocate(padded)
         except RuntimeError as failure:  # torch's out-of-memory error and the driver's are both of this class
-            error = f"cannot allocate {padded} bytes on {self.device} ({failure})"
-        gathered = self._bootstrap.all_gather_object((num_bytes, error), timeout_s)
-        sizes = [size for size, _ in gathered]
-        if len(set(sizes)) != 1:
-            raise ValueError(f"ranks ask for different sizes of one symmetric allocation, in bytes by rank: {sizes}")
-        for rank, (_, failed) in enumerate(gathered):
-            if failed is not None:
-                raise BackendError(f"symmetric allocation failed on rank {rank}: {failed}")
+            problem = f"cannot allocate {padded} bytes on {self.device} ({failure})"
+        self._agree_on_allocation(num_bytes, problem, timeout_s)
         assert allocation is not None
         mapping, addresses = self._map(allocation)
         local = mapping.copies[self.rank][:num_bytes]
@@ -206,10 +179,6 @@ class CudaBackend:
 
     def close(self) -> None:
         self._closed = True
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("this cuda backend is closed")
 
     def _allocate(self, padded: int) -> torch.Tensor:
         """Uninitialised uint8 ``[padded]``, aligned, that peers can map."""

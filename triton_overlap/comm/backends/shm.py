@@ -30,8 +30,8 @@ from triton.runtime.jit import JITFunction
 from triton_overlap.comm import interpreter
 from triton_overlap.comm.backend import SymmetricMemory
 from triton_overlap.comm.bootstrap import Bootstrap
-from triton_overlap.comm.collectives import ProcessGroupCollectives
-from triton_overlap.errors import BackendError, ClosedError, CommError
+from triton_overlap.comm.processes import ProcessBackend, pushed_bytes
+from triton_overlap.errors import BackendError, CommError
 
 _DIRECTORY = "/dev/shm"
 #: Seconds between two ticks of the clock word. Kernels measure timeouts of a second and more with it.
@@ -117,12 +117,8 @@ class _Copies:
         flag_byte_offset: int,
         flag_value: int,
     ) -> None:
-        if not source.is_contiguous():
-            raise ValueError(
-                f"a pushed tensor must be contiguous, got shape {list(source.shape)}, stride {source.stride()}"
-            )
+        data = pushed_bytes(source)
         target = memory.handle.copies[peer]
-        data = source.detach().reshape(-1).view(torch.uint8)
         target[byte_offset : byte_offset + data.numel()].copy_(data)
         # A release by an atomic, since nothing else here promises to keep the order of the copy and the flag: neither
         # torch nor Python does, and not every CPU.
@@ -132,7 +128,7 @@ class _Copies:
         """Nothing to wait for."""
 
 
-class ShmBackend:
+class ShmBackend(ProcessBackend):
     """See :class:`triton_overlap.comm.backend.Backend` and the module's page. Collective.
 
     Args:
@@ -151,13 +147,9 @@ class ShmBackend:
     num_programs = 1
 
     def __init__(self, bootstrap: Bootstrap, timeout_s: float, process_group: dist.ProcessGroup | None = None) -> None:
-        self.rank = bootstrap.rank
-        self.world_size = bootstrap.world_size
+        super().__init__(bootstrap, process_group)
         self.device = torch.device("cpu")
         self.copies = _Copies()
-        self.collectives = None if process_group is None else ProcessGroupCollectives(process_group)
-        self._bootstrap = bootstrap
-        self._closed = False
         self._serial = 0
         entries = bootstrap.all_gather_object(_facts(), timeout_s)
         problem = _problem(entries)
@@ -168,39 +160,18 @@ class ShmBackend:
         _process.enter(polls=self.world_size > 1)
         self.clock_address = _process.clock_address
 
-    def barrier(self, timeout_s: float) -> None:
-        self._check_open()
-        self._bootstrap.barrier(timeout_s)
-
-    def rejoin(self, generation: int) -> None:
-        self._bootstrap.rejoin(generation)
-
-    def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
-        self._check_open()
-        return self._bootstrap.all_gather_object(value, timeout_s)
-
     def symmetric_empty(self, num_bytes: int, timeout_s: float) -> SymmetricMemory:
         """See the protocol. ``BackendError`` on every rank where one rank's ``/dev/shm`` has no room."""
-        self._check_open()
-        if num_bytes <= 0:
-            raise ValueError(f"a symmetric allocation needs at least one byte, got {num_bytes}")
+        self._check_allocation(num_bytes)
         serial, self._serial = self._serial, self._serial + 1
         paths = [
             os.path.join(_DIRECTORY, f"triton_overlap-{self._token}-{serial}-{rank}") for rank in range(self.world_size)
         ]
         try:
             # Every rank goes to both meetings whatever happened to it, so that all get the same error.
-            error = _create(paths[self.rank], num_bytes)
-            created = self._bootstrap.all_gather_object((num_bytes, error), timeout_s)
-            sizes = [size for size, _ in created]
-            if len(set(sizes)) != 1:
-                raise ValueError(
-                    f"ranks ask for different sizes of one symmetric allocation, in bytes by rank: {sizes}"
-                )
-            _raise_first([error for _, error in created])
+            self._agree_on_allocation(num_bytes, _create(paths[self.rank], num_bytes), timeout_s)
             segments = _Segments()
-            error = _map(paths, num_bytes, segments)
-            _raise_first(self._bootstrap.all_gather_object(error, timeout_s))
+            self._agree_on_allocation(num_bytes, _map(paths, num_bytes, segments), timeout_s)
         except CommError:
             # Somebody is missing, perhaps for good: its name goes too.
             for path in paths:
@@ -238,10 +209,6 @@ class ShmBackend:
         if not self._closed:
             self._closed = True
             _process.leave(polls=self.world_size > 1)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("this shm backend is closed")
 
 
 def _facts() -> dict[str, Any]:
@@ -325,12 +292,6 @@ def _map(paths: list[str], num_bytes: int, segments: _Segments) -> str | None:
         segments.copies.clear()
         return f"cannot map {num_bytes} bytes of shared memory ({failure.strerror})"
     return None
-
-
-def _raise_first(errors: list[str | None]) -> None:
-    for rank, error in enumerate(errors):
-        if error is not None:
-            raise BackendError(f"symmetric allocation failed on rank {rank}: {error}")
 
 
 def _unlink(path: str) -> None:
