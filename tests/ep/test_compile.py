@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from tests.kernels.compiling import OneRankOfMany, compiled
+from triton_overlap.comm.group import Group
+from triton_overlap.expert_buffer import ExpertBuffer
+from triton_overlap.kernels import ep_combine, ep_dispatch, ep_route, ep_unpack
+
 TOKENS = (0, 1, 15, 16, 100, 4096)
+#: Rows with scales and without; expanded rows and others, whose experts and rows are written apart.
+EXPECTED = {
+    "ep_route_kernel": 1,
+    "ep_dispatch_kernel": 2,
+    "ep_unpack_kernel": 3,
+    "ep_expand_kernel": 1,
+    "ep_combine_kernel": 2,
+}
 
 
-def main(world_size: int, num_scale_up: int) -> None:
-    """Runs in the child process, without the interpreter."""
-    from tests.kernels.compiling import Compiler, OneRankOfMany
-    from triton_overlap.comm.group import Group
-    from triton_overlap.expert_buffer import ExpertBuffer
-    from triton_overlap.kernels import ep_combine, ep_dispatch, ep_route, ep_unpack
-
-    compiler = Compiler()
-    for module in (ep_combine, ep_dispatch, ep_route, ep_unpack):
-        module.launch_kernel = compiler  # type: ignore[attr-defined]
-    group = Group(OneRankOfMany(world_size))
+def drive(world_size: int, num_scale_up: int) -> None:
     buffer = ExpertBuffer(
-        group,
+        Group(OneRankOfMany(world_size)),
         num_max_tokens_per_rank=4096,
         hidden=1024,
         num_topk=8,
@@ -45,36 +43,8 @@ def main(world_size: int, num_scale_up: int) -> None:
         for expand in (False, True):
             ep_unpack.launch(buffer, routing, received, expand=expand, alignment=max(tokens, 1))
             ep_combine.launch(buffer, routing, x, weights if expand else None, (), x, operation=7, expand=expand)
-    print(
-        json.dumps(
-            {
-                "keys": {name: len(keys) for name, keys in compiler.keys.items()},
-                "ours": {name: len(keys) for name, keys in compiler.own_keys.items()},
-                "spills": sum(binary.asm["ptx"].count("st.local") for _, binary in compiler.binaries),
-            }
-        )
-    )
 
 
 @pytest.mark.parametrize("world_size, num_scale_up", [(2, 2), pytest.param(4, 2, marks=pytest.mark.long)])
 def test_one_compilation_serves_every_token_count(world_size: int, num_scale_up: int) -> None:
-    child = subprocess.run(
-        [sys.executable, "-c", f"from tests.ep.test_compile import main; main({world_size}, {num_scale_up})"],
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert child.returncode == 0, child.stderr[-4000:]
-    report = json.loads(child.stdout.splitlines()[-1])
-    # Rows with scales and without; expanded rows and others, whose experts and rows are written apart.
-    expected = {
-        "ep_route_kernel": 1,
-        "ep_dispatch_kernel": 2,
-        "ep_unpack_kernel": 3,
-        "ep_expand_kernel": 1,
-        "ep_combine_kernel": 2,
-    }
-    assert report["keys"] == expected
-    assert report["ours"] == expected
-    assert report["spills"] == 0
+    compiled(drive, world_size, num_scale_up).check(EXPECTED)
