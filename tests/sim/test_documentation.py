@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import runpy
@@ -84,5 +85,10 @@ def test_every_public_name_is_on_the_page() -> None:
     for name in sim.__all__:
         if name not in ("Fault", "SignalFault", "LogEntry"):  # bases, and a record whose fields the page lists
             assert name in PAGE, name
-    for parameter in inspect.signature(sim.World).parameters:
-        assert parameter in PAGE, parameter
+    for setting in dataclasses.fields(sim.Settings):
+        assert setting.name in PAGE, setting.name
+    signature = re.findall(r"`World\((.*?)\)`", PAGE)[0]
+    for setting in dataclasses.fields(sim.Settings):
+        if setting.name not in inspect.signature(sim.World).parameters:
+            default = "2_000_000" if setting.name == "max_steps" else repr(setting.default).replace("'", '"')
+            assert f"{setting.name}={default}" in signature, setting.name

@@ -175,4 +175,4 @@ def test_a_fault_of_a_rank_that_does_not_exist_is_refused(fault: Fault) -> None:
 
 def test_something_else_than_a_fault_is_refused() -> None:
     with pytest.raises(TypeError, match="Fault objects"):
-        World(2, 0, faults=["kill rank 1"])  # type: ignore[list-item]
+        World(2, 0, faults=["kill rank 1"])

@@ -26,9 +26,7 @@ def first_failure(world_size: int, fault: str, seeds: range, **options: bool) ->
     """The first seed that shows the fault, and what the simulator reported, if it reported it."""
     for seed in seeds:
         try:
-            results = World(world_size, seed, **options).run_backends(  # type: ignore[arg-type]
-                lambda backend: gather_repeatedly(backend, fault)
-            )
+            results = World(world_size, seed, **options).run_backends(lambda backend: gather_repeatedly(backend, fault))
         except SimulationError as error:
             return seed, error
         if not all(all(right) for right in results):

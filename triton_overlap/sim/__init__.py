@@ -11,6 +11,7 @@ from triton_overlap.sim.faults import (
     StallSource,
     TearHeader,
 )
+from triton_overlap.sim.settings import Settings
 from triton_overlap.sim.tasks import LogEntry
 from triton_overlap.sim.world import World
 
@@ -22,6 +23,7 @@ __all__ = [
     "KillRank",
     "LogEntry",
     "LoseSignal",
+    "Settings",
     "SignalFault",
     "StallSource",
     "TearHeader",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,12 @@ import torch
 from triton_overlap.comm.interpreter import AtomicAccess, InterpreterError, KernelLaunch, raw
 from triton_overlap.errors import ClosedError, MemoryFaultError, SimulationError
 from triton_overlap.sim.accesses import Accesses, words_at
-from triton_overlap.sim.faults import Fault, FaultPlan
+from triton_overlap.sim.faults import FaultPlan
 from triton_overlap.sim.happens_before import Clock, Shadow, Slots
 from triton_overlap.sim.memory import AddressSpace, Region, WeakMemory, aligned_zeros
 from triton_overlap.sim.network import Flight, NetworkInterface
-from triton_overlap.sim.scheduler import Fiber, Poll, Scheduler, Task, Wait
+from triton_overlap.sim.scheduler import Poll, Scheduler, Task, Wait, program_fiber
+from triton_overlap.sim.settings import Settings
 from triton_overlap.sim.streams import Event, Operation, RecordEvent, Stream, WaitEvent
 from triton_overlap.sim.tasks import CopyOrder, HostTask, Launch, LogEntry, Program, Transfer
 
@@ -31,39 +32,22 @@ class Machine:
     """Everything that the ranks of one run share.
 
     Args:
-        world_size: ranks.
-        seed: of every decision.
-        faults: see ``faults.py``.
-        check_races: keep happens-before.
-        num_programs: of persistent grids; None draws 1 to 4.
-        max_steps: turns after which a run counts as endless.
-        make_fiber: what programs run on.
-        log: keep a list of events.
+        settings: of the world.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        seed: int,
-        *,
-        faults: Sequence[Fault] | None,
-        check_races: bool,
-        num_programs: int | None,
-        max_steps: int,
-        make_fiber: Callable[[Callable[[], None]], Fiber],
-        log: bool,
-    ) -> None:
-        self.world_size = world_size
-        self.rng = random.Random(seed)
-        self.plan = FaultPlan(faults, world_size)
-        self.slots = Slots() if check_races else None
-        self.make_fiber = make_fiber
-        self.num_programs = num_programs if num_programs is not None else self.rng.choice((1, 2, 3, 4))
-        self.scheduler = Scheduler(self.rng, self, max_steps)
+    def __init__(self, settings: Settings) -> None:
+        self.world_size = settings.world_size
+        self.rng = random.Random(settings.seed)
+        self.plan = FaultPlan(settings.faults, settings.world_size)
+        self.slots = Slots() if settings.check_races else None
+        self.make_fiber = program_fiber(settings.fibers)
+        given = settings.num_programs
+        self.num_programs = given if given is not None else self.rng.choice((1, 2, 3, 4))
+        self.scheduler = Scheduler(self.rng, self, settings.max_steps)
         self.memory = WeakMemory(self.rng, self.scheduler.changed)
         self.space = AddressSpace()
         self.accesses = Accesses(self)
-        self.log: list[LogEntry] | None = [] if log else None
+        self.log: list[LogEntry] | None = [] if settings.log else None
         self.hosts: list[HostTask] = []
         self.killed: list[int] = []
         self.on_host_end: Callable[[HostTask], None] = lambda host: None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +10,10 @@ import torch
 from triton_overlap.comm import interpreter
 from triton_overlap.comm.backends.sim import SimBackend
 from triton_overlap.errors import DeadlockError, SimulationError
-from triton_overlap.sim.faults import KILLED, Fault, FaultPlan
+from triton_overlap.sim.faults import KILLED
 from triton_overlap.sim.machine import Machine
 from triton_overlap.sim.meetings import Meetings
-from triton_overlap.sim.scheduler import program_fiber
+from triton_overlap.sim.settings import Settings
 from triton_overlap.sim.tasks import HostTask, LogEntry
 
 if TYPE_CHECKING:
@@ -29,23 +29,17 @@ class World:
     Args:
         world_size: number of ranks, at least 1.
         seed: of every decision. The same seed, world and program give the same schedule and the same results.
-        faults: from :mod:`triton_overlap.sim`, such as ``KillRank(1, turn=40)``.
-        check_races: report accesses that nothing orders as :class:`RaceError`, whatever they did in this schedule.
-        num_programs: of persistent grids on every rank; None draws 1 to 4 from the seed.
-        timeout_s: bound of the group's waits, in seconds of virtual time.
-        max_steps: turns after which a run is given up as endless.
-        fibers: what programs run on: ``"greenlet"``, ``"thread"``, or ``"auto"``, which prefers greenlets. The schedule
-            does not depend on it.
-        log: keep a list of events in :attr:`log`.
+        options: the other fields of :class:`Settings`, which describes them, such as ``faults`` or ``num_programs``.
 
     Attributes:
+        settings: what the world was made from, a :class:`Settings`.
         trace: digest of the schedule of the last run: equal digests, equal schedules.
         steps: turns the last run took.
         time_ns: virtual time at its end, in nanoseconds.
         log: list of :class:`LogEntry` of the last run, or None.
 
     Raises:
-        ValueError: a size is not positive, or a fault names a rank that does not exist.
+        TypeError, ValueError: see :class:`Settings`.
         BackendError: Triton's interpreter is not active in this process.
 
     Example::
@@ -56,34 +50,9 @@ class World:
         assert World(2, seed=7).run(exchange) == [[0, 1], [0, 1]]
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        seed: int = 0,
-        *,
-        faults: Sequence[Fault] | None = None,
-        check_races: bool = True,
-        num_programs: int | None = None,
-        timeout_s: float = 300.0,
-        max_steps: int = 2_000_000,
-        fibers: str = "auto",
-        log: bool = False,
-    ) -> None:
-        if world_size < 1:
-            raise ValueError(f"a world has at least one rank, not {world_size}")
-        if num_programs is not None and num_programs < 1:
-            raise ValueError(f"num_programs must be positive, not {num_programs}")
-        FaultPlan(faults, world_size)
+    def __init__(self, world_size: int, seed: int = 0, **options: Any) -> None:
+        self.settings = Settings(world_size=world_size, seed=seed, **options)
         interpreter.prepare()
-        self.world_size = world_size
-        self.seed = seed
-        self.timeout_s = timeout_s
-        self._faults = faults
-        self._check_races = check_races
-        self._num_programs = num_programs
-        self._max_steps = max_steps
-        self._make_fiber = program_fiber(fibers)
-        self._keep_log = log
         self.trace = ""
         self.steps = 0
         self.time_ns = 0
@@ -106,52 +75,57 @@ class World:
         """
         from triton_overlap.comm.group import Group  # the group knows backends, and backends know this package
 
-        def with_group(backend: SimBackend) -> Any:
-            group = Group(backend, timeout_s=self.timeout_s, check="sync")
-            try:
-                return fn(group)
-            finally:
-                group.close()
+        def enter(backend: SimBackend) -> Group:
+            return Group(backend, timeout_s=self.settings.timeout_s, check="sync")
 
-        return self.run_backends(with_group, return_exceptions=return_exceptions)
+        return _Run(self.settings, enter, fn, lambda group: group.close()).run(self, return_exceptions)
 
     def run_backends(self, fn: Callable[[SimBackend], Any], *, return_exceptions: bool = False) -> list[Any]:
         """As :meth:`run`, with the bare backend in place of a group."""
-        return _Run(self, fn).run(return_exceptions)
 
-    def _machine(self) -> Machine:
-        return Machine(
-            self.world_size,
-            self.seed,
-            faults=self._faults,
-            check_races=self._check_races,
-            num_programs=self._num_programs,
-            max_steps=self._max_steps,
-            make_fiber=self._make_fiber,
-            log=self._keep_log,
-        )
+        def enter(backend: SimBackend) -> SimBackend:
+            return backend
+
+        def leave(backend: SimBackend) -> None:
+            """The caller's to close."""
+
+        return _Run(self.settings, enter, fn, leave).run(self, return_exceptions)
 
 
 class _Run:
-    """One run of a world."""
+    """One run of a world.
 
-    def __init__(self, world: World, fn: Callable[[SimBackend], Any]) -> None:
-        self._world = world
-        self._fn = fn
-        self._machine = world._machine()
+    Args:
+        settings: of the world.
+        enter: makes what ``fn`` gets, on every rank.
+        fn: host code of a rank.
+        leave: ends what ``enter`` made.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        enter: Callable[[SimBackend], Any],
+        fn: Callable[[Any], Any],
+        leave: Callable[[Any], None],
+    ) -> None:
+        self._settings = settings
+        self._enter, self._fn, self._leave = enter, fn, leave
+        self._machine = Machine(settings)
         self._meetings = Meetings(self._machine)
-        self._results: list[Any] = [None] * world.world_size
+        self._results: list[Any] = [None] * settings.world_size
         self._errors: list[tuple[int, BaseException]] = []  # in the order they were raised
         self._machine.on_host_end = self._host_ended
 
-    def run(self, return_exceptions: bool) -> list[Any]:
-        world, machine = self._world, self._machine
+    def run(self, world: World, return_exceptions: bool) -> list[Any]:
+        """The results; ``world`` keeps what is known of the run."""
+        machine = self._machine
         interpreter.install(machine)
         rng_state = torch.get_rng_state()
         num_threads = torch.get_num_threads()
         try:
             torch.set_num_threads(1)
-            for rank in range(world.world_size):
+            for rank in range(self._settings.world_size):
                 host = HostTask(rank, self._body(rank), rng_state)
                 machine.hosts.append(host)
                 host.streams.append(machine.new_stream(rank, 0))
@@ -180,9 +154,24 @@ class _Run:
         def body() -> None:
             backend = SimBackend(self._machine, self._meetings, rank)
             self._machine.hosts[rank].streams.append(backend.copy_stream)
-            self._results[rank] = self._fn(backend)
+            argument = self._enter(backend)
+            try:
+                self._results[rank] = self._fn(argument)
+            except Exception as error:
+                # Now, and not when this rank has left: that may take until its peers' waits for it have expired, and
+                # the first error is the cause of theirs.
+                self._errors.append((rank, error))
+                self._leave_after(error, argument)
+                raise
+            self._leave(argument)
 
         return body
+
+    def _leave_after(self, error: Exception, argument: Any) -> None:
+        try:
+            self._leave(argument)
+        except Exception as closing:  # noqa: BLE001 - a consequence of ``error``, which it must not hide
+            _note(error, f"closing its group afterwards raised {type(closing).__name__}: {closing}")
 
     def _finished(self) -> bool:
         killed = self._machine.killed
@@ -195,12 +184,13 @@ class _Run:
         if host.error is not None:
             if not isinstance(host.error, Exception):
                 raise host.error  # an interrupt, or SystemExit: not this world's to keep
-            self._errors.append((host.rank, host.error))
+            if all(error is not host.error for _, error in self._errors):
+                self._errors.append((host.rank, host.error))
 
     def _raise_found(self, found: SimulationError, return_exceptions: bool) -> None:
         """Raise what the simulator found. Where a rank had raised before, a deadlock is its consequence, and the
         rank's error is the one to raise."""
-        _note(found, f"simulated world: world_size={self._world.world_size}, seed={self._world.seed}")
+        _note(found, f"simulated world: world_size={self._settings.world_size}, seed={self._settings.seed}")
         if self._errors and isinstance(found, DeadlockError) and not return_exceptions:
             first = self._first_error()
             _note(first, f"then: DeadlockError: {found}")
@@ -211,7 +201,8 @@ class _Run:
 
     def _first_error(self) -> BaseException:
         (rank, first), *others = self._errors
-        _note(first, f"raised by rank {rank} of a simulated world of {self._world.world_size}, seed={self._world.seed}")
+        world = f"a simulated world of {self._settings.world_size}, seed={self._settings.seed}"
+        _note(first, f"raised by rank {rank} of {world}")
         for other_rank, other in others:
             _note(first, f"rank {other_rank} raised {type(other).__name__}: {other}")
         return first
