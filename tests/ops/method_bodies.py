@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ import triton_overlap as to
 from tests.ops import bodies
 from tests.ops.cases import Draw, Sizes, assert_close, assert_equal, leaf, leaves64, poisoned
 from triton_overlap import reference
-from triton_overlap.kernels import ring_exchange
+from triton_overlap.kernels import ring_exchange, steps
 
 Check = Callable[..., bodies.Results]
 
@@ -254,6 +255,20 @@ def other_method(group: to.Group, sizes: Sizes, mine: tuple[str, str]) -> str:
     out = to.all_gather_matmul(x, b, buffer=buffer, method=mine[0])
     assert_close("after recovery", out, expected[group.rank], torch.float32)
     return message
+
+
+def other_method_found_by_the_peer(group: to.Group, sizes: Sizes) -> None:
+    """Rank 0 compares the headers after its peer has reported the mismatch: no collective is begun."""
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank == 0:
+            agree = steps.Steps.agree
+
+            def late(self: steps.Steps) -> None:
+                time.sleep(0.5)
+                agree(self)
+
+            patch.setattr(steps.Steps, "agree", late)
+        other_method(group, sizes, ("nccl", "fused"))
 
 
 def errors(group: to.Group, sizes: Sizes) -> None:

@@ -110,6 +110,10 @@ def test_ranks_with_different_methods(mine: tuple[str, str]) -> None:
     on_ranks(2, method_bodies.other_method, TINY, mine)
 
 
+def test_other_method_found_by_the_peer() -> None:
+    on_ranks(2, method_bodies.other_method_found_by_the_peer, TINY)
+
+
 def test_errors() -> None:
     on_ranks(2, method_bodies.errors, SMALL_CPU)
     on_ranks(2, method_bodies.beside_errors, SMALL_CPU)

@@ -352,8 +352,10 @@ class Steps:
     def agree(self) -> None:
         """Compare every peer's header before going on; with ``check="sync"``, raise where one differs."""
         self._arrival(0, self.world_size, 0)
-        if self.world_size > 1:
-            self.buffer.group.after_call()
+        group = self.buffer.group
+        if self.world_size > 1 and group.check_mode == "sync":
+            # Where a peer found the difference first, this rank holds its notice alone until the call is closed.
+            group.check()
 
     def _arrival(self, first: int, last: int, flags: int) -> None:
         if self.world_size > 1 and (first, last) != (self.rank, self.rank + 1):
