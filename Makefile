@@ -11,6 +11,9 @@ RANKS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
+# Test processes side by side: one a core. Each keeps rank processes of its own, so many cost more than they save.
+# Empty: one after another in one process, which needs no pytest-xdist.
+PYTEST_WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
 
 # Any Python 3.10 or newer that can make an environment; `python3` first, so that the user's choice wins.
 ifndef PYTHON
@@ -31,6 +34,7 @@ endif
 # One BLAS thread a rank: the ranks share the cores. The CPU suites run under Triton's interpreter on any machine.
 export OMP_NUM_THREADS ?= 1
 CPU_ONLY := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
+PYTEST_SPREAD = $(if $(strip $(PYTEST_WORKERS)),-n $(PYTEST_WORKERS) --dist worksteal)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all test-gpu lint format bench bench-smoke clean
@@ -51,10 +55,10 @@ demo: $(INSTALLED) ## train a small packed language model on RANKS ranks (2) and
 	@$(RUN) examples/train_packed_lm.py --ranks $(RANKS) $(DEMO_ARGS)
 
 test: lint ## lint, type check and the CPU test suite
-	$(CPU_ONLY) $(RUN) -m pytest -m 'not gpu and not long' $(PYTEST_ARGS)
+	$(CPU_ONLY) $(RUN) -m pytest -m 'not gpu and not long' $(PYTEST_SPREAD) $(PYTEST_ARGS)
 
 test-all: lint ## everything: the long matrices and campaigns too, and the GPU tests where there are GPUs
-	$(CPU_ONLY) $(RUN) -m pytest -m 'not gpu' --long $(PYTEST_ARGS)
+	$(CPU_ONLY) $(RUN) -m pytest -m 'not gpu' --long $(PYTEST_SPREAD) $(PYTEST_ARGS)
 	$(RUN) -m pytest -m gpu --long $(PYTEST_ARGS)
 
 test-gpu: $(INSTALLED) ## the GPU tests alone
