@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
 import torch
 
@@ -14,6 +15,12 @@ if not torch.cuda.is_available():
 from tests.distributed import Ranks, close_pools, fill_uninitialized_memory
 
 torch.set_num_threads(1)
+
+# How long an example takes says how loaded the machine is, above all where kernels are interpreted.
+hypothesis.settings.register_profile(
+    "loaded machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("loaded machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import triton_overlap as to
 from tests.distributed import run_ranks
@@ -18,7 +19,7 @@ from triton_overlap.comm.user_buffers import UserBuffer
 from triton_overlap.errors import ClosedError, CommError, CommMismatchError, CommTimeoutError, GroupBrokenError
 from triton_overlap.kernels import all_gather_matmul, matmul_reduce_scatter
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 3.0
 HIDDEN = 32
 
 
@@ -47,6 +48,18 @@ def _error(call: Callable[[], object]) -> CommError:
         call()
     assert time.monotonic() - started < 4 * TIMEOUT_S
     return caught.value
+
+
+def _report_of_a_peer(group: Group) -> CommError:
+    """What ``check`` raises on a rank that makes no call, once a peer has given up on it."""
+    deadline = time.monotonic() + 4 * TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            group.check()
+        except CommError as error:
+            return error
+        time.sleep(0.05)
+    raise AssertionError("no peer reported a failure")
 
 
 def _broken_then_recovered(group: Group, buffer: UserBuffer) -> None:
@@ -110,8 +123,7 @@ def _absent(operation: str) -> str:
     group, buffer = _start()
     x = torch.randn(8, HIDDEN)
     if group.rank == 1:
-        time.sleep(1.5 * TIMEOUT_S)
-        error = _error(group.check)  # a peer's report, found without a call of its own
+        error = _report_of_a_peer(group)
     else:
         calls: dict[str, Callable[[], object]] = {
             "all_gather_matmul": lambda: _gather_matmul(buffer, 8),
@@ -145,7 +157,7 @@ def _output_of_a_failed_call() -> None:
         # Raised without a synchronisation by the next call into the library.
         assert isinstance(_error(lambda: _gather_matmul(buffer, 8)), CommTimeoutError)
     else:
-        time.sleep(1.5 * TIMEOUT_S)
+        _report_of_a_peer(group)
     group.recover()
     _gather_matmul(buffer, 8)
     group.close()
@@ -159,8 +171,7 @@ def _absent_of_four() -> str:
     """Chunks of several pieces: a rank that is stuck on the absent one does not push its own any more."""
     group, buffer = _start()
     if group.rank == 3:
-        time.sleep(1.5 * TIMEOUT_S)
-        message = str(_error(group.check))
+        message = str(_report_of_a_peer(group))
     else:
         message = str(_error(lambda: _gather_matmul(buffer, 64)))
     _broken_then_recovered(group, buffer)
@@ -194,8 +205,7 @@ def _recover_twice() -> None:
     group.interrupted("a test")
     if group.rank == 0:
         assert isinstance(_error(group.recover), CommTimeoutError)
-    else:
-        time.sleep(2.5 * TIMEOUT_S)
+    dist.barrier()
     _broken_then_recovered(group, buffer)
     assert group.recoveries == 1
 
@@ -229,8 +239,7 @@ def _wrong_on_one_rank() -> str:
         with pytest.raises(ValueError, match="hidden size must stay 32"):
             to.all_gather_matmul(torch.ones(4, HIDDEN + 1), torch.ones(HIDDEN + 1, 8), buffer=buffer)
         assert buffer.epoch == 0, "nothing was announced"
-        time.sleep(1.5 * TIMEOUT_S)
-        message = str(_error(group.check))
+        message = str(_report_of_a_peer(group))
     else:
         message = str(_error(lambda: to.all_gather_matmul(torch.ones(4, HIDDEN), w, buffer=buffer)))
     _broken_then_recovered(group, buffer)

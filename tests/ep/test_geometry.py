@@ -109,7 +109,7 @@ def test_puts(arguments: dict[str, Any], data: st.DataObject) -> None:
         first += size
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(arguments=ARGUMENTS)
 def test_device_functions_agree(arguments: dict[str, Any]) -> None:
     geometry = planned(arguments)

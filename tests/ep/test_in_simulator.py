@@ -84,7 +84,7 @@ def _cases() -> st.SearchStrategy[Case]:
     )
 
 
-@settings(deadline=None, max_examples=5)
+@settings(max_examples=5)
 @given(case=_cases(), seed=st.integers(0, 2**31 - 10))
 def test_any_routing_and_schedule(case: Case, seed: int) -> None:
     run(case, seed, "simulated")

@@ -36,7 +36,7 @@ def test_the_example_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text == "P0 P1 >0 P2 >1 >2 O0 O1 O2"
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(world_size=st.integers(1, 5), tiles=st.integers(1, 40), delay=st.integers(1, 50))
 def test_every_task_once_and_in_an_order_that_ends(world_size: int, tiles: int, delay: int) -> None:
     peer_tiles = (world_size - 1) * tiles

@@ -49,8 +49,7 @@ def _sizes() -> st.SearchStrategy[Sizes]:
     )
 
 
-# Interpreted kernels take longer than hypothesis' deadline at times.
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(world_size=st.integers(1, 3), seed=st.integers(0, 2**32 - 1), sizes=_sizes(), dtype=st.sampled_from(DTYPES))
 def test_any_shape_and_schedule(world_size: int, seed: int, sizes: Sizes, dtype: torch.dtype) -> None:
     in_simulator(world_size, seed, bodies.products, sizes, dtype)
@@ -58,7 +57,7 @@ def test_any_shape_and_schedule(world_size: int, seed: int, sizes: Sizes, dtype:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     world_size=st.sampled_from((1, 2, 3, 4, 8)),
     seed=st.integers(0, 2**32 - 1),
