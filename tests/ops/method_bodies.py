@@ -1,4 +1,5 @@
-"""What every method promises, as bodies for every backend (``cases``): what ``bodies`` checks for the fused one."""
+"""What every method promises, as bodies for every backend (``cases``): what
+``value_bodies`` and the others check for the fused one."""
 
 from __future__ import annotations
 
@@ -11,19 +12,19 @@ import pytest
 import torch
 
 import triton_overlap as to
-from tests.ops import bodies
+from tests.ops import value_bodies
 from tests.ops.cases import Draw, Sizes, assert_close, assert_equal, leaf, leaves64, poisoned
 from triton_overlap import reference
 from triton_overlap.kernels import ring_exchange, steps
 
-Check = Callable[..., bodies.Results]
+Check = Callable[..., value_bodies.Results]
 
 
 def _checks(gather: list[str], reduce: list[str]) -> list[Check]:
     return [
-        *(partial(bodies.all_gather_matmul, method=method) for method in gather),
-        *(partial(bodies.several_b, method=method) for method in gather[:1]),
-        *(partial(bodies.matmul_reduce_scatter, method=method) for method in reduce),
+        *(partial(value_bodies.all_gather_matmul, method=method) for method in gather),
+        *(partial(value_bodies.several_b, method=method) for method in gather[:1]),
+        *(partial(value_bodies.matmul_reduce_scatter, method=method) for method in reduce),
     ]
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops import bodies
-from tests.ops.cases import DTYPES, Sizes, in_simulator
+from tests.ops import error_bodies, use_bodies, value_bodies
+from tests.ops.cases import DTYPES, Body, Sizes, in_simulator
 
 TINY = Sizes(hidden=32, features=16, rows=(3, 1), max_rows=4)
 ONE_COUNT = Sizes(hidden=16, features=16, rows=(2,), max_rows=3)
@@ -25,17 +25,17 @@ ONE_COUNT = Sizes(hidden=16, features=16, rows=(2,), max_rows=3)
     ids=lambda value: None if isinstance(value, Sizes) else str(value),
 )
 def test_values(world_size: int, seed: int, sizes: Sizes, dtype: torch.dtype) -> None:
-    in_simulator(world_size, seed, bodies.values, sizes, dtype)
+    in_simulator(world_size, seed, value_bodies.values, sizes, dtype)
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("body", (bodies.microbatches, bodies.replicated), ids=lambda body: body.__name__)
-def test_uses(body: bodies.Body, seed: int) -> None:
+@pytest.mark.parametrize("body", (use_bodies.microbatches, value_bodies.replicated), ids=lambda body: body.__name__)
+def test_uses(body: Body, seed: int) -> None:
     in_simulator(2, seed, body, TINY, torch.float32)
 
 
 def test_errors() -> None:
-    in_simulator(2, 0, bodies.errors, TINY)
+    in_simulator(2, 0, error_bodies.errors, TINY)
 
 
 def _sizes() -> st.SearchStrategy[Sizes]:
@@ -52,7 +52,7 @@ def _sizes() -> st.SearchStrategy[Sizes]:
 @settings(max_examples=6)
 @given(world_size=st.integers(1, 3), seed=st.integers(0, 2**32 - 1), sizes=_sizes(), dtype=st.sampled_from(DTYPES))
 def test_any_shape_and_schedule(world_size: int, seed: int, sizes: Sizes, dtype: torch.dtype) -> None:
-    in_simulator(world_size, seed, bodies.products, sizes, dtype)
+    in_simulator(world_size, seed, value_bodies.products, sizes, dtype)
 
 
 @pytest.mark.long
@@ -65,4 +65,4 @@ def test_any_shape_and_schedule(world_size: int, seed: int, sizes: Sizes, dtype:
     dtype=st.sampled_from(DTYPES),
 )
 def test_campaign(world_size: int, seed: int, sizes: Sizes, dtype: torch.dtype) -> None:
-    in_simulator(world_size, seed, bodies.products, sizes, dtype)
+    in_simulator(world_size, seed, value_bodies.products, sizes, dtype)
