@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.distributed import Ranks
-from tests.nn import module_bodies as bodies
-from tests.nn.module_bodies import BULK, ROW, RS_DGRAD, Case
+from tests.nn import state_bodies, use_bodies, value_bodies
+from tests.nn.cases import BULK, ROW, RS_DGRAD, Case
 from tests.nn.plain import Shape
-from tests.ops.cases import in_simulator, on_ranks
+from tests.ops.cases import Body, in_simulator, on_ranks
 from triton_overlap.nn import attention
 from triton_overlap.nn.rotary import RotaryPositionEmbedding, apply_rotary, document_positions
 
@@ -50,6 +50,16 @@ BLOCKS: list[tuple[Any, ...]] = [
     (BF16, "stack", LLAMA, {}),
     (FP32, "stack", {}, {"sequence_parallel": False, "flags": ()}),
 ]
+#: Bodies that take ``(group, case, dtype)``.
+MODES: tuple[Body, ...] = (use_bodies.microbatches, use_bodies.recomputation)
+#: Bodies that take ``(group, case)``.
+STATE: tuple[Body, ...] = (
+    use_bodies.autocast,
+    state_bodies.conversion,
+    state_bodies.marks,
+    state_bodies.replicated_gradients,
+    state_bodies.settings,
+)
 PACKED_LLAMA = replace(CPU, shape=replace(CPU.shape, **LLAMA))
 
 
@@ -69,7 +79,7 @@ def _part(value: Any) -> str:
 
 def _run_block(ranks: Ranks | int, case: Case, args: tuple[Any, ...]) -> None:
     dtype, part, shape, changes = args
-    on_ranks(ranks, bodies.blocks, replace(case, shape=replace(case.shape, **shape), **changes), dtype, part)
+    on_ranks(ranks, value_bodies.blocks, replace(case, shape=replace(case.shape, **shape), **changes), dtype, part)
 
 
 def test_positions_restart_in_each_document() -> None:
@@ -146,12 +156,12 @@ def test_variable_length_kernel_is_called_right(
 
 @pytest.mark.parametrize("args", LINEAR, ids=_name)
 def test_linear(args: tuple[Any, ...]) -> None:
-    on_ranks(2, bodies.linear, CPU, *args)
+    on_ranks(2, value_bodies.linear, CPU, *args)
 
 
 @pytest.mark.parametrize("mode", ("column", "row"))
 def test_linear_without_sequence_parallelism(mode: str) -> None:
-    on_ranks(2, bodies.linear, replace(CPU, sequence_parallel=False), FP32, mode, {})
+    on_ranks(2, value_bodies.linear, replace(CPU, sequence_parallel=False), FP32, mode, {})
 
 
 @pytest.mark.parametrize("args", BLOCKS, ids=_name)
@@ -173,38 +183,34 @@ def test_layer_of_other_group_sizes(world_size: int, case: Case) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", (True, False))
-@pytest.mark.parametrize("body", (bodies.microbatches, bodies.recomputation), ids=lambda body: body.__name__)
-def test_modes(body: bodies.Body, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("body", MODES, ids=lambda body: body.__name__)
+def test_modes(body: Body, sequence_parallel: bool) -> None:
     on_ranks(2, body, replace(PACKED_LLAMA, sequence_parallel=sequence_parallel), FP32)
 
 
-@pytest.mark.parametrize(
-    "body",
-    (bodies.autocast, bodies.conversion, bodies.marks, bodies.replicated_gradients, bodies.settings),
-    ids=lambda body: body.__name__,
-)
-def test_state(body: bodies.Body) -> None:
+@pytest.mark.parametrize("body", STATE, ids=lambda body: body.__name__)
+def test_state(body: Body) -> None:
     on_ranks(2, body, CPU)
 
 
 def test_compiled() -> None:
-    on_ranks(2, bodies.compiled, replace(PACKED_LLAMA, tokens=(12, 16, 7)), FP32)
+    on_ranks(2, use_bodies.compiled, replace(PACKED_LLAMA, tokens=(12, 16, 7)), FP32)
 
 
 @pytest.mark.long
 def test_compiled_at_50_counts() -> None:
-    on_ranks(2, bodies.compiled, replace(PACKED_LLAMA, tokens=tuple(range(103, 3, -2)), capacity=104), FP32)
+    on_ranks(2, use_bodies.compiled, replace(PACKED_LLAMA, tokens=tuple(range(103, 3, -2)), capacity=104), FP32)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_in_simulator(seed: int) -> None:
-    in_simulator(2, seed, bodies.blocks, replace(TINY, shape=replace(TINY.shape, **LLAMA)), FP32, "layer")
+    in_simulator(2, seed, value_bodies.blocks, replace(TINY, shape=replace(TINY.shape, **LLAMA)), FP32, "layer")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("args", LINEAR, ids=_name)
 def test_linear_on_gpus(gpu_ranks: Ranks, args: tuple[Any, ...]) -> None:
-    on_ranks(gpu_ranks, bodies.linear, GPU, *args)
+    on_ranks(gpu_ranks, value_bodies.linear, GPU, *args)
 
 
 @pytest.mark.gpu
@@ -214,20 +220,18 @@ def test_block_on_gpus(gpu_ranks: Ranks, args: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("body", (bodies.microbatches, bodies.recomputation), ids=lambda body: body.__name__)
-def test_modes_on_gpus(gpu_ranks: Ranks, body: bodies.Body) -> None:
+@pytest.mark.parametrize("body", MODES, ids=lambda body: body.__name__)
+def test_modes_on_gpus(gpu_ranks: Ranks, body: Body) -> None:
     on_ranks(gpu_ranks, body, replace(GPU, shape=replace(GPU.shape, **LLAMA)), FP32)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "body", (bodies.autocast, bodies.conversion, bodies.marks, bodies.replicated_gradients, bodies.settings)
-)
-def test_state_on_gpus(body: bodies.Body) -> None:
+@pytest.mark.parametrize("body", STATE, ids=lambda body: body.__name__)
+def test_state_on_gpus(body: Body) -> None:
     on_ranks(Ranks(2, "cuda"), body, GPU)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
 def test_compiled_on_gpus(dtype: torch.dtype) -> None:
-    on_ranks(Ranks(2, "cuda"), bodies.compiled, replace(GPU, shape=replace(GPU.shape, **LLAMA)), dtype)
+    on_ranks(Ranks(2, "cuda"), use_bodies.compiled, replace(GPU, shape=replace(GPU.shape, **LLAMA)), dtype)

@@ -1,4 +1,4 @@
-"""What the layers promise, as bodies for every backend (``tests.ops.cases``)."""
+"""What the linear layers promise, as bodies for every backend (``tests.ops.cases``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import triton_overlap as to
 from tests.ops.cases import TOLERANCE, Sizes, assert_equal
 from triton_overlap.reference import relative_error
 
-Body = Callable[..., Any]
 Layers = tuple[nn.Module, nn.Module]
 
 
