@@ -52,10 +52,28 @@ def test_labels_are_ignored_by_cross_entropy() -> None:
         ({"labels": torch.zeros(4)}, r"must both be \[T\]"),
         ({"cu_seqlens": torch.zeros(1, dtype=torch.int32)}, "cu_seqlens must be"),
         ({"tokens": torch.zeros(0), "labels": torch.zeros(0)}, "no tokens"),
+        ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "cu_seqlens must be torch.int32 or torch.int64, got torch.float32"),
     ),
 )
 def test_errors(change: dict[str, object], words: str) -> None:
     tokens, labels, cu_seqlens = _batch([3, 2])
     arguments = {"tokens": tokens, "labels": labels, "cu_seqlens": cu_seqlens, "multiple": 2, **change}
     with pytest.raises(ValueError, match=words):
+        pad_packed(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    (
+        ({"tokens": [1, 2, 3, 4, 5]}, "tokens must be a torch.Tensor, got list"),
+        ({"labels": None}, "labels must be a torch.Tensor, got NoneType"),
+        ({"cu_seqlens": (0, 5)}, "cu_seqlens must be a torch.Tensor, got tuple; torch.as_tensor makes one"),
+        ({"multiple": 2.0}, "multiple must be an int, usually the group's world size, got 2.0"),
+        ({"multiple": None}, "multiple must be an int"),
+    ),
+)
+def test_arguments_of_the_wrong_type(change: dict[str, object], words: str) -> None:
+    tokens, labels, cu_seqlens = _batch([3, 2])
+    arguments = {"tokens": tokens, "labels": labels, "cu_seqlens": cu_seqlens, "multiple": 2, **change}
+    with pytest.raises(TypeError, match=words):
         pad_packed(**arguments)  # type: ignore[arg-type]

@@ -37,14 +37,22 @@ def pad_packed(
         ``tokens``, ``labels`` and ``cu_seqlens`` of the padded batch.
 
     Raises:
+        TypeError: not three tensors and a whole number.
         ValueError: ``multiple`` below 1, no tokens, or shapes that do not belong together.
     """
+    for name, value in (("tokens", tokens), ("labels", labels), ("cu_seqlens", cu_seqlens)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}; torch.as_tensor makes one")
+    if isinstance(multiple, bool) or not isinstance(multiple, int):
+        raise TypeError(f"multiple must be an int, usually the group's world size, got {multiple!r}")
     if multiple < 1:
         raise ValueError(f"multiple must be at least 1, got {multiple}")
     if tokens.dim() != 1 or labels.shape != tokens.shape:
         raise ValueError(f"tokens and labels must both be [T], got {list(tokens.shape)} and {list(labels.shape)}")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         raise ValueError(f"cu_seqlens must be [documents + 1] of at least one document, got {list(cu_seqlens.shape)}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cu_seqlens must be torch.int32 or torch.int64, got {cu_seqlens.dtype}; cast it")
     count = tokens.shape[0]
     if count == 0:
         raise ValueError("the batch has no tokens; a step needs at least one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -169,3 +170,49 @@ def _transformer_engine_names() -> None:
 
 def test_transformer_engine_names_on_two_ranks() -> None:
     run_ranks(2, _transformer_engine_names)
+
+
+def _wrong_types() -> None:
+    """Each is an error that one rank alone gets, before anything is sent: the other does nothing meanwhile."""
+    group: Any = to.init_group(timeout_s=20)
+    library: Any = to  # no type checker lets these through
+    init = functools.partial(library.initialize_ub, group=group)
+    buffer = group.user_buffer(*CAPACITY, torch.float32)
+    wrong: list[tuple[Callable[[], object], str]] = [
+        (lambda: group.user_buffer("64", 32), "user_buffer: max_tokens must be an int, got '64'"),
+        (lambda: group.user_buffer(64, 32.0), "user_buffer: hidden must be an int, got 32.0"),
+        (lambda: group.user_buffer([64], 32), "user_buffer: max_tokens must be an int, got [64]"),
+        (lambda: group.user_buffer(64, True), "user_buffer: hidden must be an int, got True"),
+        (lambda: group.user_buffer(64, 32, "float32"), "dtype must be a torch.dtype, got 'float32'; allowed: torch.b"),
+        (lambda: library.user_buffer_by_handle(None), "handle must be a str, such as buffer.handle, got None"),
+        (lambda: library.user_buffer_by_handle([]), "handle must be a str, such as buffer.handle, got []"),
+        (lambda: init(64, 2), "shape must be two integers, [max_tokens, hidden], got 64"),
+        (lambda: init(("a", 32), 2), "initialize_ub: shape must be two integers"),
+        (lambda: init((64.0, 32), 2), "initialize_ub: shape must be two integers"),
+        (lambda: init(CAPACITY, "2"), "initialize_ub: tp_size must be an int, got '2'"),
+        (lambda: init(CAPACITY, 2, 8), "quantization_modes must be UserBufferQuantizationMode.NONE, or a list"),
+        (lambda: init(CAPACITY, 2, dtype="bf16"), "dtype must be a torch.dtype, got 'bf16'"),
+        (lambda: init(CAPACITY, 2, ub_cfgs=3), "ub_cfgs must be None or a mapping, got 3"),
+        (lambda: init(CAPACITY, 2, group="tp"), "group must be a Group from init_group, or None, got 'tp'"),
+    ]
+    for call, says in wrong if group.rank == 0 else []:
+        with pytest.raises(TypeError) as caught:
+            call()
+        assert says in str(caught.value)
+    with pytest.raises(ValueError, match="two integers") as caught_value:
+        library.initialize_ub((64, 32, 1), 2, group=group)
+    assert "[64, 32, 1]" in str(caught_value.value)
+    with pytest.raises(RuntimeError, match="not initialised"):
+        to.get_ub("qkv_fprop")
+    for shape in (3, "ab"):
+        assert "active shape must be two integers" in _raised(functools.partial(buffer.set_active_shape, shape))
+    assert buffer.active_shape == CAPACITY
+    assert group.user_buffer(*CAPACITY, torch.float32) is buffer
+    library.initialize_ub(CAPACITY, 2, group=group)
+    assert "unknown user buffer []" in _raised(lambda: library.get_ub([]))
+    to.destroy_ub()
+    group.close()
+
+
+def test_arguments_of_the_wrong_type_are_one_ranks_own_error() -> None:
+    run_ranks(2, _wrong_types)

@@ -12,7 +12,7 @@ from ..errors import BackendError, ClosedError, CommError, GroupBrokenError
 from .backend import Backend, SymmetricMemory
 from .layout import RECORD_WORDS, control_bytes
 from .signals import RecordReader, decode_record, error_for
-from .user_buffers import UserBuffer
+from .user_buffers import UserBuffer, check_capacity
 
 #: A month. The device counts a wait's nanoseconds in 64 bits.
 LONGEST_TIMEOUT_S = 30 * 86400.0
@@ -98,7 +98,13 @@ class Group:
         return memory
 
     def user_buffer(self, max_tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> UserBuffer:
-        """The group's buffer of this capacity and dtype; collective the first time, the same object afterwards."""
+        """The group's buffer of this capacity and dtype; collective the first time, the same object afterwards.
+
+        Raises:
+            TypeError: not two ints and a dtype. Local.
+            ValueError: the ranks differ, or no buffer can have these (``UserBuffer``); on every rank.
+        """
+        check_capacity("user_buffer", max_tokens, hidden, dtype)
         key = (max_tokens, hidden, dtype)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.closed:

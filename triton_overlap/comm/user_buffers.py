@@ -79,6 +79,17 @@ def check_active_shape(shape: Sequence[int], capacity: tuple[int, int], world_si
     return tokens, hidden
 
 
+def check_capacity(what: str, max_tokens: object, hidden: object, dtype: object) -> None:
+    """TypeError unless a buffer's capacity and dtype are of the right types. Local: their values are judged when the
+    ranks have compared them."""
+    for name, size in (("max_tokens", max_tokens), ("hidden", hidden)):
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{what}: {name} must be an int, got {size!r}; int() makes it one")
+    if not isinstance(dtype, torch.dtype):
+        allowed = ", ".join(map(str, DTYPES))
+        raise TypeError(f"{what}: dtype must be a torch.dtype, got {dtype!r}; allowed: {allowed}")
+
+
 class UserBuffer:
     """Symmetric memory ``[max_tokens, hidden]``, twice, with its flags and epochs; made by ``group.user_buffer``.
 
@@ -99,8 +110,6 @@ class UserBuffer:
         group.before_call()
         # Compared before anything is judged: ranks that differ must all hear of it, also where one of them is wrong.
         group.agree("capacity and dtype of a user buffer", (max_tokens, hidden, str(dtype)))
-        if any(isinstance(size, bool) or not isinstance(size, int) for size in (max_tokens, hidden)):
-            raise ValueError(f"capacity must be two integers, got [{max_tokens!r}, {hidden!r}]")
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
         if max_tokens <= 0 or hidden <= 0:
@@ -279,7 +288,9 @@ def user_buffer_by_handle(handle: str) -> UserBuffer:
     """The live buffer, or communicator of one, with this handle."""
     try:
         return cast(UserBuffer, _by_handle[handle])
-    except KeyError:
+    except (KeyError, TypeError):
+        if not isinstance(handle, str):
+            raise TypeError(f"handle must be a str, such as buffer.handle, got {handle!r}") from None
         raise ClosedError(f"no open user buffer has the handle {handle!r}") from None
 
 
@@ -365,34 +376,64 @@ def initialize_ub(
     Raises:
         NotImplementedError: a quantization mode other than NONE, or ``ub_cfgs``.
         RuntimeError: already initialised.
+        TypeError: an argument is of another type than its annotation says; nothing was made.
+        ValueError: ``shape`` is not two-dimensional, or no buffer can have it; ``tp_size`` is not the group's size.
     """
     global _manager
     if _manager is not None:
         raise RuntimeError("user buffers are initialised already; call destroy_ub() first")
-    modes = [quantization_modes] if isinstance(quantization_modes, UserBufferQuantizationMode) else quantization_modes
-    for mode in modes or ():
+    max_tokens, hidden = _capacity(shape, dtype)
+    if isinstance(tp_size, bool) or not isinstance(tp_size, int):
+        raise TypeError(f"initialize_ub: tp_size must be an int, got {tp_size!r}")
+    for mode in _modes(quantization_modes):
         if mode is not UserBufferQuantizationMode.NONE:
             raise NotImplementedError(f"quantization mode {mode} is not supported; UserBufferQuantizationMode.NONE is")
+    if ub_cfgs is not None and not isinstance(ub_cfgs, Mapping):
+        raise TypeError(f"initialize_ub: ub_cfgs must be None or a mapping, got {ub_cfgs!r}; pass None")
     if ub_cfgs:
         raise NotImplementedError(
             f"ub_cfgs for {sorted(ub_cfgs)} is not supported: every communicator uses the fused kernels; pass None"
         )
-    if len(tuple(shape)) != 2:
-        raise ValueError(f"shape must be [max_tokens, hidden], got {list(shape)}")
+    from .group import Group, init_group  # a group makes buffers
+
+    if group is not None and not isinstance(group, Group):
+        raise TypeError(f"initialize_ub: group must be a Group from init_group, or None, got {group!r}")
     owns_group = group is None
     if group is None:
-        from .group import init_group
-
         group = init_group()
     try:
         if group.world_size != tp_size:
             raise ValueError(f"tp_size must be the group's size {group.world_size}, got {tp_size}; pass another group")
-        buffer = group.user_buffer(int(shape[0]), int(shape[1]), dtype)
+        buffer = group.user_buffer(max_tokens, hidden, dtype)
     except BaseException:
         if owns_group:
             group.close()
         raise
     _manager = _Manager(group, owns_group, {name: Communicator(name, buffer) for name in GEMM_NAMES})
+
+
+def _capacity(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
+    """``shape`` as max_tokens and hidden, where ``initialize_ub`` can take it."""
+    allowed = "two integers, [max_tokens, hidden]"
+    try:
+        dims = [operator.index(dim) for dim in shape]
+    except TypeError:
+        raise TypeError(f"initialize_ub: shape must be {allowed}, got {shape!r}") from None
+    if len(dims) != 2:
+        raise ValueError(f"initialize_ub: shape must be {allowed}, got {dims}")
+    max_tokens, hidden = dims
+    check_capacity("initialize_ub", max_tokens, hidden, dtype)
+    return max_tokens, hidden
+
+
+def _modes(given: Any) -> list[UserBufferQuantizationMode]:
+    """One mode, several or None, as a list; TypeError where anything else is among them."""
+    modes = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    for mode in modes:
+        if not isinstance(mode, UserBufferQuantizationMode):
+            allowed = "UserBufferQuantizationMode.NONE, or a list of it"
+            raise TypeError(f"initialize_ub: quantization_modes must be {allowed}, got {mode!r}")
+    return modes
 
 
 def _initialised() -> _Manager:
@@ -404,7 +445,7 @@ def _initialised() -> _Manager:
 def get_ub(name: str) -> Communicator:
     """The communicator of the GEMM ``name``."""
     communicators = _initialised().communicators
-    if name not in communicators:
+    if not isinstance(name, str) or name not in communicators:
         raise ValueError(f"unknown user buffer {name!r}; known: {', '.join(communicators)}")
     return communicators[name]
 

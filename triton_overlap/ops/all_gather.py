@@ -17,7 +17,7 @@ from torch import Tensor
 from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import all_gather as all_gather_kernel
 from ..kernels import gathered
-from .validation import check_activation, refuse_double_backward, world_size_of
+from .validation import check_activation, check_tensors, handle_of, refuse_double_backward, world_size_of
 
 __all__ = ["all_gather", "all_gather_op"]
 
@@ -64,8 +64,11 @@ def all_gather(x_shard: Tensor, *, buffer: UserBuffer | Communicator) -> Tensor:
     Raises:
         ActiveShapeError: the shape of ``x_shard`` breaks a rule of the active shape.
         ClosedError: the buffer was closed.
-        ValueError: dtype or device do not fit.
+        TypeError: an argument is of another type than its annotation says.
+        ValueError: dtype, layout or device do not fit.
         CommError: the ranks disagree, or one did not arrive in time.
     """
-    out: Tensor = torch.ops.triton_overlap.all_gather(x_shard, buffer.handle)
+    handle = handle_of(_NAME, buffer)
+    check_tensors(_NAME, x_shard=x_shard)
+    out: Tensor = torch.ops.triton_overlap.all_gather(x_shard, handle)
     return out

@@ -25,12 +25,18 @@ from ..kernels.methods import Method, reduce_method
 from .autocast import autocast_operands
 from .validation import (
     check_activation,
-    check_bias,
-    check_main_grad,
     check_method,
     check_one_per_b,
-    check_weight,
+    check_optional_tensors,
+    check_right_operand,
+    check_switch,
+    check_tensors,
+    handle_of,
+    listed_optional_tensors,
+    listed_tensors,
     refuse_double_backward,
+    refuse_list,
+    text_of,
     world_size_of,
 )
 from .weight_gradient import bias_gradient, weight_gradient
@@ -145,11 +151,7 @@ def _forward(
     by = check_method(_NAME, user_buffer, method)
     check_activation(_NAME, user_buffer, "a_shard", a_shard, is_shard=True, is_hidden=True)
     for b, bias, main_grad in zip(bs, biases, main_grads, strict=True):
-        check_weight(_NAME, user_buffer, b, a_shard.shape[1])
-        if bias is not None:
-            check_bias(_NAME, user_buffer, bias, b)
-        if main_grad is not None:
-            check_main_grad(_NAME, main_grad, b)
+        check_right_operand(_NAME, user_buffer, b, bias, main_grad, a_shard.shape[1])
     return by_method.all_gather_matmul(user_buffer, a_shard, bs, biases, gather=gather, method=by)
 
 
@@ -346,21 +348,29 @@ def all_gather_matmul(
     Raises:
         ActiveShapeError: the shape of ``a_shard`` breaks a rule of the active shape.
         ClosedError: the buffer was closed.
-        ValueError: dtype, device, shapes or method do not fit.
+        TypeError: an argument is of another type than its annotation says.
+        ValueError: dtype, layout, device, shapes or method do not fit.
         CommError: the ranks disagree, or one did not arrive in time.
     """
+    handle, text = handle_of(_NAME, buffer), text_of(_NAME, method)
+    check_tensors(_NAME, a_shard=a_shard)
+    check_switch(_NAME, "return_gathered", return_gathered)
     if isinstance(b, Tensor):
+        bias, main_grad = refuse_list(_NAME, "bias", bias), refuse_list(_NAME, "main_grad", main_grad)
+        check_tensors(_NAME, b=b)
+        check_optional_tensors(_NAME, bias=bias, main_grad=main_grad)
         gather = return_gathered or (torch.is_grad_enabled() and b.requires_grad)
-        a_cast, b_cast, bias_cast = autocast_operands(a_shard, b, _only("bias", bias))
+        a_cast, b_cast, bias_cast = autocast_operands(a_shard, b, bias)
         out: Tensor
         gathered: Tensor
         out, gathered = torch.ops.triton_overlap.all_gather_matmul(
-            a_cast, b_cast, bias_cast, _only("main_grad", main_grad), buffer.handle, gather, str(method)
+            a_cast, b_cast, bias_cast, main_grad, handle, gather, text
         )
         return (out, gathered) if return_gathered else out
 
-    bs = list(b)
-    biases, main_grads = _per_b("bias", bias, len(bs)), _per_b("main_grad", main_grad, len(bs))
+    bs = listed_tensors(_NAME, "b", b)
+    biases = listed_optional_tensors(_NAME, "bias", bias, len(bs))
+    main_grads = listed_optional_tensors(_NAME, "main_grad", main_grad, len(bs))
     gather = return_gathered or (torch.is_grad_enabled() and any(x.requires_grad for x in bs))
     a_cast, *rest = autocast_operands(a_shard, *bs, *biases)
     outs: list[Tensor] = torch.ops.triton_overlap.all_gather_matmuls(
@@ -368,28 +378,11 @@ def all_gather_matmul(
         rest[: len(bs)],
         _tensors(rest[len(bs) :], a_shard),
         _tensors(main_grads, a_shard),
-        buffer.handle,
+        handle,
         gather,
-        str(method),
+        text,
     )
     return (list(outs[:-1]), outs[-1]) if return_gathered else list(outs[: len(bs)])
-
-
-def _only(name: str, value: Tensor | Sequence[Tensor | None] | None) -> Tensor | None:
-    """``value`` where b is one tensor, or ValueError."""
-    if value is not None and not isinstance(value, Tensor):
-        raise ValueError(f"{_NAME}: {name} must be a tensor where b is one, and a list where b is a list")
-    return value
-
-
-def _per_b(name: str, value: Tensor | Sequence[Tensor | None] | None, count: int) -> list[Tensor | None]:
-    """``value`` as a list with one entry for each b, or ValueError."""
-    if value is None:
-        return [None] * count
-    if isinstance(value, Tensor):
-        raise ValueError(f"{_NAME}: {name} must be a tensor where b is one, and a list where b is a list")
-    check_one_per_b(_NAME, name, value, count)
-    return list(value)
 
 
 def _tensors(values: list[Tensor | None], like: Tensor) -> list[Tensor]:

@@ -8,12 +8,18 @@ from torch import Tensor
 __all__ = ["autocast_operands", "without_autocast"]
 
 
-def autocast_operands(*operands: Tensor | None) -> list[Tensor | None]:
-    """``operands`` as ``torch.matmul`` would see them: in the autocast dtype where autocast is on, else unchanged.
+def autocast_operands(first: Tensor, *others: Tensor | None) -> list[Tensor | None]:
+    """The operands as ``torch.matmul`` would see them: in the autocast dtype where autocast is on for the device of
+    ``first``, else unchanged.
 
     Only floating-point tensors other than float64 are cast, as autocast itself does. The casts are differentiable.
     """
-    return [None if x is None else _cast(x) for x in operands]
+    # One question for all operands: reading a device's type costs as much as everything else here.
+    device_type = first.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return [first, *others]
+    dtype = torch.get_autocast_dtype(device_type)
+    return [None if x is None else _cast(x, dtype) for x in (first, *others)]
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
@@ -21,8 +27,5 @@ def without_autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
 
 
-def _cast(x: Tensor) -> Tensor:
-    device_type = x.device.type
-    if not torch.is_autocast_enabled(device_type) or not x.is_floating_point() or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(device_type))
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x

@@ -16,15 +16,27 @@ reduce_scatter_beside_matmul is the same with the two collectives exchanged: x [
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm.user_buffers import UserBuffer, user_buffer_by_handle
+from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import bulk
 from ..kernels.methods import Method
-from .validation import check_activation, check_method, refuse_double_backward, world_size_of
+from .validation import (
+    check_activation,
+    check_local_product,
+    check_method,
+    check_optional_tensors,
+    check_tensors,
+    handle_of,
+    refuse_double_backward,
+    text_of,
+    world_size_of,
+)
 from .weight_gradient import bias_gradient, local_matmul
 
 __all__ = ["all_gather_beside_matmul", "reduce_scatter_beside_matmul"]
@@ -33,24 +45,72 @@ _GATHER = "all_gather_beside_matmul"
 _REDUCE = "reduce_scatter_beside_matmul"
 
 
+@dataclass(frozen=True)
+class _Move:
+    """A collective beside a product: what its operator computes, in forward and in backward.
+
+    Attributes:
+        operation: its name.
+        moved: name of the argument that travels.
+        is_shard: whether that holds this rank's rows only.
+        launch: computes both results.
+        back: the operator that takes the gradient of what travelled back.
+        back_beside: the same beside a product.
+    """
+
+    operation: str
+    moved: str
+    is_shard: bool
+    launch: Callable[..., tuple[Tensor, Tensor]]
+    back: str
+    back_beside: str
+
+    def forward(
+        self, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, buffer: str, method: str
+    ) -> tuple[Tensor, Tensor]:
+        user_buffer = user_buffer_by_handle(buffer)
+        by = check_method(self.operation, user_buffer, method)
+        check_activation(self.operation, user_buffer, self.moved, x, is_shard=self.is_shard, is_hidden=True)
+        check_local_product(self.operation, x, a, b, bias)
+        return self.launch(user_buffer, x, a, b, bias, method=by)
+
+    def fake(
+        self, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, buffer: str, method: str
+    ) -> tuple[Tensor, Tensor]:
+        world_size = world_size_of(buffer)
+        rows = x.shape[0] * world_size if self.is_shard else x.shape[0] // world_size
+        return x.new_empty((rows, x.shape[1])), a.new_empty((a.shape[0], b.shape[1]))
+
+    def backward(self, ctx: Any, moved_grad: Tensor | None, product_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward(self.operation)
+        needs_x, needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
+        a, b = ctx.saved_tensors
+        ops = torch.ops.triton_overlap
+        x_grad = a_grad = b_grad = bias_grad = None
+        moves = needs_x and moved_grad is not None
+        if moves and needs_a and product_grad is not None:
+            beside = getattr(ops, self.back_beside)
+            x_grad, a_grad = beside(moved_grad, product_grad, b.transpose(0, 1), None, ctx.buffer, ctx.method)
+        elif moves:
+            x_grad = getattr(ops, self.back)(moved_grad, ctx.buffer)
+        elif needs_a and product_grad is not None:
+            a_grad = local_matmul(product_grad, b.transpose(0, 1))
+        if product_grad is not None:
+            b_grad = local_matmul(a.transpose(0, 1), product_grad) if needs_b else None
+            bias_grad = bias_gradient(product_grad) if needs_bias else None
+        return x_grad, a_grad, b_grad, bias_grad, None, None
+
+
+_gather = _Move(_GATHER, "x_shard", True, bulk.all_gather, back="reduce_scatter", back_beside=_REDUCE)
+_reduce = _Move(_REDUCE, "x", False, bulk.reduce_scatter, back="all_gather", back_beside=_GATHER)
+
+
 @torch.library.custom_op("triton_overlap::all_gather_beside_matmul", mutates_args=())
 def all_gather_beside_matmul_op(
     x_shard: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, buffer: str, method: str
 ) -> tuple[Tensor, Tensor]:
     """``torch.ops.triton_overlap.all_gather_beside_matmul``: see the function; ``buffer`` is a handle."""
-    user_buffer = user_buffer_by_handle(buffer)
-    by = check_method(_GATHER, user_buffer, method)
-    check_activation(_GATHER, user_buffer, "x_shard", x_shard, is_shard=True, is_hidden=True)
-    _check_product(_GATHER, x_shard, a, b, bias)
-    return bulk.all_gather(user_buffer, x_shard, a, b, bias, method=by)
-
-
-@all_gather_beside_matmul_op.register_fake
-def _gather_fake(
-    x_shard: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, buffer: str, method: str
-) -> tuple[Tensor, Tensor]:
-    gathered = x_shard.new_empty((x_shard.shape[0] * world_size_of(buffer), x_shard.shape[1]))
-    return gathered, a.new_empty((a.shape[0], b.shape[1]))
+    return _gather.forward(x_shard, a, b, bias, buffer, method)
 
 
 @torch.library.custom_op("triton_overlap::reduce_scatter_beside_matmul", mutates_args=())
@@ -58,32 +118,7 @@ def reduce_scatter_beside_matmul_op(
     x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, buffer: str, method: str
 ) -> tuple[Tensor, Tensor]:
     """``torch.ops.triton_overlap.reduce_scatter_beside_matmul``: see the function; ``buffer`` is a handle."""
-    user_buffer = user_buffer_by_handle(buffer)
-    by = check_method(_REDUCE, user_buffer, method)
-    check_activation(_REDUCE, user_buffer, "x", x, is_shard=False, is_hidden=True)
-    _check_product(_REDUCE, x, a, b, bias)
-    return bulk.reduce_scatter(user_buffer, x, a, b, bias, method=by)
-
-
-@reduce_scatter_beside_matmul_op.register_fake
-def _reduce_fake(
-    x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, buffer: str, method: str
-) -> tuple[Tensor, Tensor]:
-    part = x.new_empty((x.shape[0] // world_size_of(buffer), x.shape[1]))
-    return part, a.new_empty((a.shape[0], b.shape[1]))
-
-
-def _check_product(operation: str, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        raise ValueError(f"{operation}: a [M, K] and b [K, N] expected, got {list(a.shape)} and {list(b.shape)}")
-    if bias is not None and list(bias.shape) != [b.shape[1]]:
-        raise ValueError(f"{operation}: bias must have shape [{b.shape[1]}], got {list(bias.shape)}")
-    for name, tensor in (("b", b), ("bias", bias)):
-        if tensor is not None and tensor.dtype != a.dtype:
-            raise ValueError(f"{operation}: a is {a.dtype}, {name} is {tensor.dtype}; they must agree")
-    for name, tensor in (("a", a), ("b", b), ("bias", bias)):
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{operation}: {name} is on {tensor.device}, the tensor to move is on {x.device}")
+    return _reduce.forward(x, a, b, bias, buffer, method)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -93,37 +128,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
 
 
-def _backward(ctx: Any, moved_grad: Tensor | None, product_grad: Tensor | None, back: Any, back_beside: Any) -> Any:
-    needs_x, needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
-    a, b = ctx.saved_tensors
-    x_grad = a_grad = b_grad = bias_grad = None
-    moves = needs_x and moved_grad is not None
-    if moves and needs_a and product_grad is not None:
-        x_grad, a_grad = back_beside(moved_grad, product_grad, b.transpose(0, 1), None, ctx.buffer, ctx.method)
-    elif moves:
-        x_grad = back(moved_grad, ctx.buffer)
-    elif needs_a and product_grad is not None:
-        a_grad = local_matmul(product_grad, b.transpose(0, 1))
-    if product_grad is not None:
-        b_grad = local_matmul(a.transpose(0, 1), product_grad) if needs_b else None
-        bias_grad = bias_gradient(product_grad) if needs_bias else None
-    return x_grad, a_grad, b_grad, bias_grad, None, None
-
-
-def _gather_backward(ctx: Any, gathered_grad: Tensor | None, product_grad: Tensor | None) -> Any:
-    refuse_double_backward(_GATHER)
-    ops = torch.ops.triton_overlap
-    return _backward(ctx, gathered_grad, product_grad, ops.reduce_scatter, ops.reduce_scatter_beside_matmul)
-
-
-def _reduce_backward(ctx: Any, part_grad: Tensor | None, product_grad: Tensor | None) -> Any:
-    refuse_double_backward(_REDUCE)
-    ops = torch.ops.triton_overlap
-    return _backward(ctx, part_grad, product_grad, ops.all_gather, ops.all_gather_beside_matmul)
-
-
-all_gather_beside_matmul_op.register_autograd(_gather_backward, setup_context=_setup_context)
-reduce_scatter_beside_matmul_op.register_autograd(_reduce_backward, setup_context=_setup_context)
+all_gather_beside_matmul_op.register_fake(_gather.fake)
+all_gather_beside_matmul_op.register_autograd(_gather.backward, setup_context=_setup_context)
+reduce_scatter_beside_matmul_op.register_fake(_reduce.fake)
+reduce_scatter_beside_matmul_op.register_autograd(_reduce.backward, setup_context=_setup_context)
 
 
 def all_gather_beside_matmul(
@@ -131,7 +139,7 @@ def all_gather_beside_matmul(
     a: Tensor,
     b: Tensor,
     *,
-    buffer: UserBuffer,
+    buffer: UserBuffer | Communicator,
     bias: Tensor | None = None,
     method: str | Method = "bulk",
 ) -> tuple[Tensor, Tensor]:
@@ -142,7 +150,7 @@ def all_gather_beside_matmul(
 
     Args:
         x_shard: [T/W, hidden], this rank's rows; the buffer's dtype.
-        a: [M, K], independent of ``x_shard``.
+        a: [M, K], independent of ``x_shard``; bfloat16, float16, float32 or float64.
         b: [K, N].
         buffer: a user buffer with room for T tokens.
         bias: [N] or None.
@@ -154,12 +162,14 @@ def all_gather_beside_matmul(
     Raises:
         ActiveShapeError: the shape of ``x_shard`` breaks a rule of the active shape.
         ClosedError: the buffer was closed.
-        ValueError: dtype, device, shapes or method do not fit.
+        TypeError: an argument is of another type than its annotation says.
+        ValueError: dtype, layout, device, shapes or method do not fit.
         CommError: the ranks disagree, or one did not arrive in time. The product is right all the same.
     """
-    gathered, product = torch.ops.triton_overlap.all_gather_beside_matmul(
-        x_shard, a, b, bias, buffer.handle, str(method)
-    )
+    handle, text = handle_of(_GATHER, buffer), text_of(_GATHER, method)
+    check_tensors(_GATHER, x_shard=x_shard, a=a, b=b)
+    check_optional_tensors(_GATHER, bias=bias)
+    gathered, product = torch.ops.triton_overlap.all_gather_beside_matmul(x_shard, a, b, bias, handle, text)
     return gathered, product
 
 
@@ -168,7 +178,7 @@ def reduce_scatter_beside_matmul(
     a: Tensor,
     b: Tensor,
     *,
-    buffer: UserBuffer,
+    buffer: UserBuffer | Communicator,
     bias: Tensor | None = None,
     method: str | Method = "bulk",
 ) -> tuple[Tensor, Tensor]:
@@ -179,5 +189,8 @@ def reduce_scatter_beside_matmul(
     Returns:
         The sum's rows ``[r*T/W, (r+1)*T/W)`` on rank r, [T/W, hidden], and the product [M, N]; both fresh.
     """
-    part, product = torch.ops.triton_overlap.reduce_scatter_beside_matmul(x, a, b, bias, buffer.handle, str(method))
+    handle, text = handle_of(_REDUCE, buffer), text_of(_REDUCE, method)
+    check_tensors(_REDUCE, x=x, a=a, b=b)
+    check_optional_tensors(_REDUCE, bias=bias)
+    part, product = torch.ops.triton_overlap.reduce_scatter_beside_matmul(x, a, b, bias, handle, text)
     return part, product

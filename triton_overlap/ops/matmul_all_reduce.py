@@ -24,7 +24,6 @@ Shape ledger of replicated_matmul (W ranks, K the buffer's hidden size)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,16 +34,18 @@ from ..kernels import all_gather as all_gather_kernel
 from ..kernels import by_method, gathered
 from ..kernels.methods import Method
 from .autocast import autocast_operands
-from .matmul_reduce_scatter import check_operands
 from .validation import (
     check_activation,
-    check_bias,
-    check_main_grad,
     check_method,
-    check_weight,
+    check_optional_tensors,
+    check_reduced_product,
+    check_right_operand,
+    check_tensors,
+    handle_of,
     refuse_double_backward,
+    text_of,
 )
-from .weight_gradient import bias_gradient, local_matmul, weight_gradient
+from .weight_gradient import local_gradients, local_matmul, save_product
 
 __all__ = ["matmul_all_reduce", "matmul_all_reduce_op", "replicated_matmul", "replicated_matmul_op"]
 
@@ -58,7 +59,7 @@ def matmul_all_reduce_op(
 ) -> Tensor:
     """``torch.ops.triton_overlap.matmul_all_reduce``: arguments as in ``matmul_reduce_scatter`` -> [T, N], fresh."""
     user_buffer = user_buffer_by_handle(buffer)
-    tokens, by = check_operands(_ALL_REDUCE, user_buffer, a, b, bias, main_grad, method)
+    tokens, by = check_reduced_product(_ALL_REDUCE, user_buffer, a, b, bias, main_grad, method)
     shard = by_method.matmul_reduce_scatter(user_buffer, a, b, bias, method=by)
     all_gather_kernel.launch(user_buffer, shard)
     return gathered.launch(user_buffer, tokens)
@@ -71,32 +72,14 @@ def _all_reduce_fake(
     return a.new_empty((a.shape[0], b.shape[1]))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, b, _, main_grad, buffer, method = inputs
-    _, needs_b, *_ = ctx.needs_input_grad
-    ctx.buffer, ctx.method = buffer, method
-    # Not through save_for_backward: other microbatches add to it between this forward and its backward.
-    ctx.main_grad = main_grad
-    ctx.save_for_backward(b, *([x] if needs_b else []))
-
-
-def _local_gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of b and of the bias, from the saved b and, where b wants a gradient, the left operand."""
-    _, needs_b, needs_bias, *_ = ctx.needs_input_grad
-    return (
-        weight_gradient(saved[1], grad, saved[0], ctx.main_grad) if needs_b else None,
-        bias_gradient(grad) if needs_bias else None,
-    )
-
-
 def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     refuse_double_backward(_ALL_REDUCE)
-    saved = ctx.saved_tensors  # once: each access unpacks, which under checkpointing may happen only once
+    saved = ctx.saved_tensors
     a_grad = local_matmul(grad, saved[0].transpose(0, 1)) if ctx.needs_input_grad[0] else None
-    return a_grad, *_local_gradients(ctx, saved, grad), None, None, None
+    return a_grad, *local_gradients(ctx, saved, grad), None, None, None
 
 
-matmul_all_reduce_op.register_autograd(_all_reduce_backward, setup_context=_setup_context)
+matmul_all_reduce_op.register_autograd(_all_reduce_backward, setup_context=save_product)
 
 
 @torch.library.custom_op("triton_overlap::replicated_matmul", mutates_args=())
@@ -108,11 +91,7 @@ def replicated_matmul_op(
     check_method(_REPLICATED, user_buffer, method)
     # Checked here and not first in backward, where a peer might already be waiting.
     check_activation(_REPLICATED, user_buffer, "x", x, is_shard=False, is_hidden=True)
-    check_weight(_REPLICATED, user_buffer, b, x.shape[1])
-    if bias is not None:
-        check_bias(_REPLICATED, user_buffer, bias, b)
-    if main_grad is not None:
-        check_main_grad(_REPLICATED, main_grad, b)
+    check_right_operand(_REPLICATED, user_buffer, b, bias, main_grad, x.shape[1])
     return local_matmul(x, b, bias)
 
 
@@ -130,10 +109,10 @@ def _replicated_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         transposed = saved[0].transpose(0, 1)
         x_grad = torch.ops.triton_overlap.matmul_all_reduce(grad, transposed, None, None, ctx.buffer, ctx.method)
-    return x_grad, *_local_gradients(ctx, saved, grad), None, None, None
+    return x_grad, *local_gradients(ctx, saved, grad), None, None, None
 
 
-replicated_matmul_op.register_autograd(_replicated_backward, setup_context=_setup_context)
+replicated_matmul_op.register_autograd(_replicated_backward, setup_context=save_product)
 
 
 def matmul_all_reduce(
@@ -154,10 +133,11 @@ def matmul_all_reduce(
     Returns:
         [T, N], in a fresh tensor.
     """
+    handle, text = handle_of(_ALL_REDUCE, buffer), text_of(_ALL_REDUCE, method)
+    check_tensors(_ALL_REDUCE, a=a, b=b)
+    check_optional_tensors(_ALL_REDUCE, bias=bias, main_grad=main_grad)
     a_cast, b_cast, bias_cast = autocast_operands(a, b, bias)
-    out: Tensor = torch.ops.triton_overlap.matmul_all_reduce(
-        a_cast, b_cast, bias_cast, main_grad, buffer.handle, str(method)
-    )
+    out: Tensor = torch.ops.triton_overlap.matmul_all_reduce(a_cast, b_cast, bias_cast, main_grad, handle, text)
     return out
 
 
@@ -187,8 +167,9 @@ def replicated_matmul(
     Returns:
         [T, N], in a fresh tensor.
     """
+    handle, text = handle_of(_REPLICATED, buffer), text_of(_REPLICATED, method)
+    check_tensors(_REPLICATED, x=x, b=b)
+    check_optional_tensors(_REPLICATED, bias=bias, main_grad=main_grad)
     x_cast, b_cast, bias_cast = autocast_operands(x, b, bias)
-    out: Tensor = torch.ops.triton_overlap.replicated_matmul(
-        x_cast, b_cast, bias_cast, main_grad, buffer.handle, str(method)
-    )
+    out: Tensor = torch.ops.triton_overlap.replicated_matmul(x_cast, b_cast, bias_cast, main_grad, handle, text)
     return out

@@ -23,39 +23,19 @@ from ..kernels import by_method
 from ..kernels.methods import Method, gather_method
 from .autocast import autocast_operands
 from .validation import (
-    check_activation,
-    check_bias,
-    check_main_grad,
-    check_method,
-    check_weight,
+    check_optional_tensors,
+    check_reduced_product,
+    check_tensors,
+    handle_of,
     refuse_double_backward,
+    text_of,
     world_size_of,
 )
-from .weight_gradient import bias_gradient, weight_gradient
+from .weight_gradient import local_gradients, save_product
 
-__all__ = ["check_operands", "matmul_reduce_scatter", "matmul_reduce_scatter_op"]
+__all__ = ["matmul_reduce_scatter", "matmul_reduce_scatter_op"]
 
 _NAME = "matmul_reduce_scatter"
-
-
-def check_operands(
-    operation: str,
-    user_buffer: UserBuffer,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    main_grad: Tensor | None,
-    method: str,
-) -> tuple[int, Method]:
-    """Check the operands of a product whose result goes through the buffer; the token count T and the method."""
-    by = check_method(operation, user_buffer, method)
-    tokens = check_activation(operation, user_buffer, "a", a, is_shard=False, is_hidden=False)
-    check_weight(operation, user_buffer, b, a.shape[1], user_buffer.capacity_shape[1])
-    if bias is not None:
-        check_bias(operation, user_buffer, bias, b)
-    if main_grad is not None:
-        check_main_grad(operation, main_grad, b)
-    return tokens, by
 
 
 @torch.library.custom_op("triton_overlap::matmul_reduce_scatter", mutates_args=())
@@ -76,7 +56,7 @@ def matmul_reduce_scatter_op(
         [T/W, N], fresh.
     """
     user_buffer = user_buffer_by_handle(buffer)
-    _, by = check_operands(_NAME, user_buffer, a, b, bias, main_grad, method)
+    _, by = check_reduced_product(_NAME, user_buffer, a, b, bias, main_grad, method)
     return by_method.matmul_reduce_scatter(user_buffer, a, b, bias, method=by)
 
 
@@ -85,26 +65,17 @@ def _fake(a: Tensor, b: Tensor, bias: Tensor | None, main_grad: Tensor | None, b
     return a.new_empty((a.shape[0] // world_size_of(buffer), b.shape[1]))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, _, main_grad, buffer, method = inputs
-    _, needs_b, *_ = ctx.needs_input_grad
-    ctx.buffer, ctx.method = buffer, method
-    # Not through save_for_backward: other microbatches add to it between this forward and its backward.
-    ctx.main_grad = main_grad
-    ctx.save_for_backward(b, *([a] if needs_b else []))
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     refuse_double_backward(_NAME)
     needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
-    b, *rest = ctx.saved_tensors
+    saved = ctx.saved_tensors
     needs_gathered = needs_b or needs_bias
     a_grad: Tensor | None = None
     gathered: Tensor | None = None
     if needs_a:
         a_grad, gathered = torch.ops.triton_overlap.all_gather_matmul(
             grad,
-            b.transpose(0, 1),
+            saved[0].transpose(0, 1),
             None,
             None,
             ctx.buffer,
@@ -113,12 +84,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         )
     elif needs_gathered:
         gathered = torch.ops.triton_overlap.all_gather(grad, ctx.buffer)
-    b_grad = weight_gradient(rest[0], gathered, b, ctx.main_grad) if needs_b and gathered is not None else None
-    bias_grad = bias_gradient(gathered) if needs_bias and gathered is not None else None
+    b_grad, bias_grad = (None, None) if gathered is None else local_gradients(ctx, saved, gathered)
     return a_grad, b_grad, bias_grad, None, None, None
 
 
-matmul_reduce_scatter_op.register_autograd(_backward, setup_context=_setup_context)
+matmul_reduce_scatter_op.register_autograd(_backward, setup_context=save_product)
 
 
 def matmul_reduce_scatter(
@@ -153,11 +123,13 @@ def matmul_reduce_scatter(
     Raises:
         ActiveShapeError: the shape of ``a`` breaks a rule of the active shape.
         ClosedError: the buffer was closed.
-        ValueError: dtype, device, shapes or method do not fit.
+        TypeError: an argument is of another type than its annotation says.
+        ValueError: dtype, layout, device, shapes or method do not fit.
         CommError: the ranks disagree, or one did not arrive in time.
     """
+    handle, text = handle_of(_NAME, buffer), text_of(_NAME, method)
+    check_tensors(_NAME, a=a, b=b)
+    check_optional_tensors(_NAME, bias=bias, main_grad=main_grad)
     a_cast, b_cast, bias_cast = autocast_operands(a, b, bias)
-    out: Tensor = torch.ops.triton_overlap.matmul_reduce_scatter(
-        a_cast, b_cast, bias_cast, main_grad, buffer.handle, str(method)
-    )
+    out: Tensor = torch.ops.triton_overlap.matmul_reduce_scatter(a_cast, b_cast, bias_cast, main_grad, handle, text)
     return out

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import reduce_scatter as reduce_scatter_kernel
-from .validation import check_activation, refuse_double_backward, world_size_of
+from .validation import check_activation, check_tensors, handle_of, refuse_double_backward, world_size_of
 
 __all__ = ["reduce_scatter", "reduce_scatter_op"]
 
@@ -62,8 +62,11 @@ def reduce_scatter(x: Tensor, *, buffer: UserBuffer | Communicator) -> Tensor:
     Raises:
         ActiveShapeError: the shape of ``x`` breaks a rule of the active shape.
         ClosedError: the buffer was closed.
-        ValueError: dtype or device do not fit.
+        TypeError: an argument is of another type than its annotation says.
+        ValueError: dtype, layout or device do not fit.
         CommError: the ranks disagree, or one did not arrive in time.
     """
-    out: Tensor = torch.ops.triton_overlap.reduce_scatter(x, buffer.handle)
+    handle = handle_of(_NAME, buffer)
+    check_tensors(_NAME, x=x)
+    out: Tensor = torch.ops.triton_overlap.reduce_scatter(x, handle)
     return out

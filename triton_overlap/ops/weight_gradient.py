@@ -1,4 +1,4 @@
-"""Gradients of the local operands: ``b`` and the bias.
+"""Gradients of the local operands, ``b`` and the bias, and what forward keeps for them.
 
 Shape ledger
     a          [T, K]   left operand of the forward product
@@ -9,13 +9,23 @@ Shape ledger
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..kernels import weight_gradient as weight_gradient_kernel
 from .autocast import without_autocast
 
-__all__ = ["bias_gradient", "local_matmul", "weight_gradient", "weight_gradient_"]
+__all__ = [
+    "bias_gradient",
+    "local_gradients",
+    "local_matmul",
+    "save_product",
+    "weight_gradient",
+    "weight_gradient_",
+]
 
 
 @torch.library.custom_op("triton_overlap::weight_gradient_", mutates_args=("main_grad",))
@@ -66,6 +76,32 @@ def weight_gradient(a: Tensor, g: Tensor, b: Tensor, main_grad: Tensor | None) -
     if b.stride(0) == 1 and b.stride(1) != 1:
         return local_matmul(g.transpose(0, 1), a).transpose(0, 1)
     return local_matmul(a.transpose(0, 1), g)
+
+
+def save_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """``setup_context`` of an operator ``(a, b, bias, main_grad, buffer, method)``: saves b, and a where b wants a
+    gradient; keeps the rest on ``ctx``."""
+    a, b, _, main_grad, ctx.buffer, ctx.method = inputs
+    _, needs_b, *_ = ctx.needs_input_grad
+    # Not through save_for_backward: other microbatches add to it between this forward and its backward.
+    ctx.main_grad = main_grad
+    ctx.save_for_backward(b, *([a] if needs_b else []))
+
+
+def local_gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of b and of the bias, where they are wanted.
+
+    Args:
+        ctx: after ``save_product``.
+        saved: its tensors. Each access to ``ctx.saved_tensors`` unpacks, which under checkpointing may happen only
+            once.
+        grad: [T, N], of the product ``a @ b``.
+    """
+    _, needs_b, needs_bias, *_ = ctx.needs_input_grad
+    return (
+        weight_gradient(saved[1], grad, saved[0], ctx.main_grad) if needs_b else None,
+        bias_gradient(grad) if needs_bias else None,
+    )
 
 
 def bias_gradient(g: Tensor) -> Tensor:
