@@ -36,6 +36,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # what torc
 DEFAULT_TIMEOUT_S = 120.0
 #: How long the other ranks may still run after one has failed, in seconds: it may be all they wait for.
 _GRACE_S = 5.0
+#: What ``faulthandler`` writes above the stack of the thread that got the signal, its last.
+_LAST_STACK = b"Current thread"
 _PR_SET_PDEATHSIG = 1
 #: What CPU ranks have imported when they start; inductor's settings are loaded by torch's deterministic mode.
 _PRELOADED = [
@@ -170,12 +172,8 @@ class _Pool:
         late = sorted(set(range(self.world_size)) - set(outcomes))
         for rank in late:
             outcomes[rank] = _Outcome(problem=f"did not finish within {timeout_s:g} s, or after another rank failed")
-            # The handler that each rank has installed prints all its stacks, whatever it is doing.
-            pid = self._ranks[rank].process.pid
-            assert pid is not None
-            os.kill(pid, signal.SIGUSR1)
         if late:
-            time.sleep(0.5)
+            self._print_stacks(late)
         for rank in killed:
             if outcomes[rank].problem is None:
                 outcomes[rank].problem = "was to be killed, but finished"
@@ -217,6 +215,18 @@ class _Pool:
                     outcomes[rank] = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionError):
                     outcomes[rank] = _Outcome(problem=self._death(rank))
+
+    def _print_stacks(self, ranks: list[int]) -> None:
+        """Have ``ranks`` print the stacks of all their threads, whatever they are doing."""
+        for rank in ranks:
+            pid = self._ranks[rank].process.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGUSR1)  # whose handler every rank has installed
+        deadline = time.monotonic() + _GRACE_S
+        while ranks and time.monotonic() < deadline:
+            time.sleep(0.2)
+            ranks = [rank for rank in ranks if _LAST_STACK not in self._ranks[rank].output.read_bytes()]
+        time.sleep(0.2)  # the last stack's own lines
 
     def _death(self, rank: int) -> str:
         process = self._ranks[rank].process
