@@ -24,6 +24,7 @@ from .comm.user_buffers import (
     user_buffer_by_handle,
 )
 from .errors import (
+    ActiveCountError,
     ActiveShapeError,
     BackendError,
     ClosedError,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActiveCountError",
     "ActiveShapeError",
     "BackendError",
     "ClosedError",

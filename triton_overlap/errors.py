@@ -7,6 +7,7 @@ TritonOverlapError
 ├── CommError (RuntimeError)             a collective call failed; the group is broken until ``recover()``
 │   ├── CommTimeoutError (TimeoutError)  a bounded wait expired; names who waited for whom
 │   ├── CommMismatchError                ranks called with another T or another operation
+│   ├── ActiveCountError (ValueError)    a token count on the device breaks a rule
 │   └── GroupBrokenError                 a call on a group that an earlier failure broke
 └── SimulationError (RuntimeError)       found by the simulator
     ├── DeadlockError                    no task can make progress; lists every wait
@@ -40,7 +41,7 @@ class FailureRecord:
     """What a kernel wrote when it gave up: who waited for whom, and for what.
 
     Attributes:
-        kind: ``"timeout"`` or ``"mismatch"``.
+        kind: ``"timeout"``, ``"mismatch"`` or ``"count"``.
         operation: name of the operation, such as ``"all_gather_matmul"``.
         rank: the rank that gave up first.
         peer: the rank it waited for, or whose header did not match.
@@ -88,6 +89,10 @@ class CommTimeoutError(CommError, TimeoutError):
 
 class CommMismatchError(CommError):
     """Ranks disagree on the token count or on the operation of one call."""
+
+
+class ActiveCountError(CommError, ValueError):
+    """A token count that a call read on the device is not one the call can have."""
 
 
 class GroupBrokenError(CommError):

@@ -54,11 +54,13 @@ POLLS_BETWEEN_LOOKS = tl.constexpr(1 if knobs.runtime.interpret else 64)
 
 TIMEOUT = tl.constexpr(int(Failure.TIMEOUT))
 MISMATCH = tl.constexpr(int(Failure.MISMATCH))
+BAD_COUNT = tl.constexpr(int(Failure.COUNT))
 AT_HEADER = tl.constexpr(int(Place.HEADER))
 AT_DATA = tl.constexpr(int(Place.DATA_FLAG))
 AT_STAGING = tl.constexpr(int(Place.STAGED_TILE))
 AT_SIGNAL = tl.constexpr(int(Place.SIGNAL))
 AT_PARTS = tl.constexpr(int(Place.PARTS_OF_CHANNEL))
+AT_COUNT = tl.constexpr(int(Place.ACTIVE_COUNT))
 
 
 @triton.jit
@@ -250,6 +252,36 @@ def open_call(buffer_ptr, task, epoch, rows, n, k, operation):
     elif task == 0:
         send_headers(buffer_ptr, epoch, rows, n, k, operation)
     return ok
+
+
+@triton.jit
+def active_call(buffer_ptr, tokens_ptr, epoch, capacity, operation):
+    """The epoch of this call and the rows of a chunk: the host's ``epoch`` and ``capacity``, or, where ``tokens_ptr`` is
+    given, those on the device. Every program calls it, before ``open_call``.
+
+    A token count that breaks a rule is reported as a failure of this rank, and the rows are 0.
+    """
+    rows = capacity
+    if tokens_ptr is not None:
+        epoch = device_epoch(buffer_ptr)
+        world_size = tl.load(buffer_ptr + WORLD_SIZE).to(tl.int32)
+        tokens = tl.load(tokens_ptr).to(tl.int32)
+        rows = tokens // world_size
+        if (tokens <= 0) | (rows > capacity) | (rows * world_size != tokens):
+            rank = tl.load(buffer_ptr + RANK)
+            fail(buffer_ptr, BAD_COUNT, operation, AT_COUNT, rank, epoch, 0, capacity * world_size, tokens)
+            rows = capacity * 0
+    return epoch, rows
+
+
+@triton.jit
+def end_call(buffer_ptr, tokens_ptr, ok, checked, epoch, rows, n, k, operation):
+    """``close_call``, after which an epoch on the device is the next call's."""
+    last = close_call(buffer_ptr, ok, checked, epoch, rows, n, k, operation)
+    if tokens_ptr is not None:
+        if last != 0:  # every program has read the epoch: it did so before it ended
+            advance_epoch(buffer_ptr, epoch)
+    return last
 
 
 @triton.jit

@@ -97,18 +97,28 @@ class Group:
         _allocations_made = next(_allocations) + 1
         return memory
 
-    def user_buffer(self, max_tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> UserBuffer:
+    def user_buffer(
+        self, max_tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16, *, device_count: bool = False
+    ) -> UserBuffer:
         """The group's buffer of this capacity and dtype; collective the first time, the same object afterwards.
 
+        Args:
+            max_tokens: capacity in rows, divisible by the group size.
+            hidden: columns.
+            dtype: bfloat16, float16 or float32.
+            device_count: for calls that take T from the device (:class:`UserBuffer`).
+
         Raises:
-            TypeError: not two ints and a dtype. Local.
+            TypeError: not two ints, a dtype and a bool. Local.
             ValueError: the ranks differ, or no buffer can have these (``UserBuffer``); on every rank.
         """
         check_capacity("user_buffer", max_tokens, hidden, dtype)
-        key = (max_tokens, hidden, dtype)
+        if not isinstance(device_count, bool):
+            raise TypeError(f"user_buffer: device_count must be True or False, got {device_count!r}")
+        key = (max_tokens, hidden, dtype, device_count)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.closed:
-            buffer = self._buffers[key] = UserBuffer(self, max_tokens, hidden, dtype)
+            buffer = self._buffers[key] = UserBuffer(self, max_tokens, hidden, dtype, device_count=device_count)
         found: UserBuffer = buffer
         return found
 
@@ -124,9 +134,10 @@ class Group:
             given = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(values))
             raise ValueError(f"{what} must be the same on every rank, got {given}")
 
-    def before_call(self) -> None:
+    def before_call(self, *, capturable: bool = False) -> None:
         """Raise what stands in the way of a call (a closed or broken group, a failure since the last call, another
-        current device, a stream under capture), and make the current stream wait for the group's previous call."""
+        current device, a stream under capture unless ``capturable``), and make the current stream wait for the group's
+        previous call, which a stream under capture has none of."""
         if self.closed:
             raise ClosedError(f"{self.name} is closed; make a new one with init_group")
         if self.broken is not None:
@@ -140,17 +151,26 @@ class Group:
                     f"the current device must be the group's {self.device}, got cuda:{torch.cuda.current_device()}; "
                     "call torch.cuda.set_device, or use torch.cuda.device around the call"
                 )
-            if torch.cuda.is_current_stream_capturing():
+        if self._capturing():
+            if not capturable:
                 raise BackendError(
-                    "a call cannot be captured in a CUDA graph: its epoch would be frozen, and a replay would accept "
-                    "the flags of an earlier one; capture what lies between the calls"
+                    "a call whose epoch the host counts cannot be captured in a CUDA graph: a replay would accept the "
+                    "flags of an earlier one; use a buffer with device_count=True, or capture what lies between calls"
                 )
-        if self._last_call is not None:
+        elif self._last_call is not None:
             self.backend.wait_event(self._last_call)
 
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def record_call(self) -> None:
-        """What the current stream holds now is part of the group's last call."""
-        self._last_call = self.backend.record_event()
+        """What the current stream holds now is part of the group's last call.
+
+        Not in a capture: its calls follow each other on its stream, and a replay is the user's to order with other
+        calls of the group, as with any work of a graph.
+        """
+        if not self._capturing():
+            self._last_call = self.backend.record_event()
 
     def interrupted(self, what: str) -> None:
         """A call ended by an exception after it may have announced something: the group is broken."""
@@ -159,7 +179,7 @@ class Group:
 
     def after_call(self) -> None:
         """With ``check="sync"``, wait for the device and raise the call's own failure."""
-        if self.check_mode == "sync":
+        if self.check_mode == "sync" and not self._capturing():
             self.backend.synchronize()
             self._raise_failure()
 

@@ -70,6 +70,7 @@ class Failure(IntEnum):
 
     TIMEOUT = 1
     MISMATCH = 2
+    COUNT = 3
 
 
 class Place(IntEnum):
@@ -80,6 +81,7 @@ class Place(IntEnum):
     STAGED_TILE = 3
     SIGNAL = 4
     PARTS_OF_CHANNEL = 5
+    ACTIVE_COUNT = 6
 
 
 def _aligned(num_bytes: int) -> int:
@@ -113,7 +115,8 @@ class BufferLayout:
 
     @property
     def slot_bytes(self) -> int:
-        return _aligned(self.max_tokens * self.hidden * self.itemsize)
+        """Not rounded up: the chunks of both slots together are one array, [2 * world_size, chunk, hidden]."""
+        return self.max_tokens * self.hidden * self.itemsize
 
     @property
     def headers(self) -> int:
@@ -130,7 +133,7 @@ class BufferLayout:
     @property
     def num_bytes(self) -> int:
         """Symmetric bytes a rank registers."""
-        return self.data + 2 * self.slot_bytes
+        return _aligned(self.data + 2 * self.slot_bytes)
 
     @property
     def local_bytes(self) -> int:
@@ -139,7 +142,7 @@ class BufferLayout:
 
     @property
     def staging_bytes(self) -> int:
-        return self.slot_bytes
+        return _aligned(self.slot_bytes)
 
     @property
     def staged_bytes(self) -> int:

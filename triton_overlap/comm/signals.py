@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import torch
 
-from ..errors import CommError, CommMismatchError, CommTimeoutError, FailureRecord
+from ..errors import ActiveCountError, CommError, CommMismatchError, CommTimeoutError, FailureRecord
 from .layout import RECORD_WORDS, Failure, Place
 
 
@@ -73,6 +73,9 @@ def decode_record(words: list[int], reported_by: int, world_size: int) -> Failur
             expected_text, seen_text = (
                 _describe_size(_HEADER_FIELDS[index], value & _LOW_32, world_size) for value in (expected, seen)
             )
+    elif place == "active count":
+        expected_text = f"0 < T <= {expected}, divisible by {world_size}"
+        seen_text = f"T = {seen}"
     elif place in ("signal", "parts of channel"):
         what = "puts and pushes" if place == "signal" else "complete sub-parts"
         expected_text, seen_text = f"{expected} {what}", f"{seen}"
@@ -108,6 +111,12 @@ def error_for(record: FailureRecord, rank: int, timeout_s: float) -> CommError:
         return CommMismatchError(
             f"{record.operation}: ranks disagree in epoch {record.epoch}: rank {record.rank} called with "
             f"{record.expected}, rank {record.peer} with {record.seen}{told}; {remedy}",
+            record,
+        )
+    if record.kind == "count":
+        return ActiveCountError(
+            f"{record.operation}: rank {record.rank} read {record.seen} on its device in epoch {record.epoch}, allowed: "
+            f"{record.expected}{told}; write an allowed count to active_tokens; {remedy}",
             record,
         )
     return CommTimeoutError(

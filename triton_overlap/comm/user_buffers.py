@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..errors import ActiveShapeError, ClosedError
-from .layout import BufferLayout, TableWord
+from .layout import STATE_WORDS, BufferLayout, StateWord, TableWord
 
 if TYPE_CHECKING:
     from .group import Group
@@ -50,6 +50,11 @@ class Call:
 def _next_epoch(epoch: int) -> int:
     # Never 0, which is what memory holds that no call has written; 2 has its parity.
     return (epoch + 1 + 2**31) % 2**32 - 2**31 or 2
+
+
+def _next_device_epoch(epoch: int) -> int:
+    # As comm.device.advance_epoch: 1 .. 2^31 - 2, so that the parity alternates when it wraps too.
+    return 1 if epoch in (0, 0x7FFFFFFE) else epoch + 1
 
 
 def check_active_shape(shape: Sequence[int], capacity: tuple[int, int], world_size: int) -> tuple[int, int]:
@@ -98,18 +103,23 @@ class UserBuffer:
         max_tokens: capacity in rows, divisible by the group size.
         hidden: columns.
         dtype: bfloat16, float16 or float32.
+        device_count: calls take T from a scalar on the device and their epochs live there too, so that calls can be
+            captured in a CUDA graph and replayed at any T. A buffer is for such calls or for others, not for both.
 
     Attributes:
         handle: a string that names this buffer in the process, for ``torch.ops``.
         memory: the symmetric allocation; ``layout`` says what lies where.
         table: int64 on the device, what kernels get (``layout.TableWord``).
-        epoch: of the last call.
     """
 
-    def __init__(self, group: Group, max_tokens: int, hidden: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, group: Group, max_tokens: int, hidden: int, dtype: torch.dtype, *, device_count: bool = False
+    ) -> None:
         group.before_call()
         # Compared before anything is judged: ranks that differ must all hear of it, also where one of them is wrong.
-        group.agree("capacity and dtype of a user buffer", (max_tokens, hidden, str(dtype)))
+        group.agree(
+            "capacity, dtype and device_count of a user buffer", (max_tokens, hidden, str(dtype), device_count)
+        )
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
         if max_tokens <= 0 or hidden <= 0:
@@ -125,7 +135,8 @@ class UserBuffer:
         self.layout = BufferLayout(group.world_size, max_tokens, hidden, dtype.itemsize)
         self.handle = f"user_buffer_{next(_handles)}"
         self.closed = False
-        self.epoch = 0
+        self.device_count = device_count
+        self._epoch = 0
         self._explicit_shape: tuple[int, int] | None = None
         self._in_use = threading.Lock()
         self._allocate()
@@ -135,8 +146,17 @@ class UserBuffer:
         group, layout = self.group, self.layout
         self.memory = group.symmetric_empty(layout.num_bytes)
         self.local = group.backend.local_zeros(layout.local_bytes)
+        self._state = self.local[layout.staging_bytes + layout.staged_bytes :].view(torch.int32)[:STATE_WORDS]
+        self.table = self._addresses()
+        self._write_epoch()
+        data = self.memory.local[layout.data : layout.data + 2 * layout.slot_bytes].view(self.dtype)
+        self._both_slots = data.view(2 * self.capacity_shape[0], self.capacity_shape[1])
+        self._slots = self._both_slots.chunk(2)
+
+    def _addresses(self) -> torch.Tensor:
+        """The table that kernels get."""
+        group, layout = self.group, self.layout
         staging = self.local.data_ptr()
-        numel = self.capacity_shape[0] * self.capacity_shape[1]
         words = [0] * int(TableWord.PEERS)
         words[TableWord.RANK] = group.rank
         words[TableWord.WORLD_SIZE] = group.world_size
@@ -152,19 +172,38 @@ class UserBuffer:
         words[TableWord.CLOCK] = group.backend.clock_address
         words[TableWord.TIMEOUT_NS] = int(group.timeout_s * 1e9)
         head = torch.tensor(words, dtype=torch.int64, device=group.device)
-        self.table = torch.cat([head, self.memory.table, group.control_table])
-        self._slots = [
-            self.memory.local[layout.data_offset(slot, 0) :][: layout.slot_bytes]
-            .view(self.dtype)[:numel]
-            .view(self.capacity_shape)
-            for slot in (0, 1)
-        ]
+        return torch.cat([head, self.memory.table, group.control_table])
+
+    def _write_epoch(self) -> None:
+        """Counters at zero, and the next epoch where calls find it. It is one that no flag or header carries yet."""
+        state = [0] * STATE_WORDS
+        state[StateWord.EPOCH] = _next_device_epoch(self._epoch)
+        self._state.copy_(torch.tensor(state, dtype=torch.int32))
+
+    @property
+    def epoch(self) -> int:
+        """Of the last call; 0 before the first. Waits for the device where epochs live there."""
+        if self.device_count:
+            self._epoch = int(self._state[StateWord.EPOCH]) - 1
+        return self._epoch
 
     def renew(self, epoch: int) -> None:
-        """Collective, for ``group.recover``: fresh memory, going on from ``epoch``."""
-        self.group.backend.free(self.memory)
-        self.epoch = epoch
-        self._allocate()
+        """Collective, for ``group.recover``: go on from ``epoch``, on fresh memory where stores of a failed call may
+        still land in the old.
+
+        They cannot where kernels alone store, and those of all ranks have ended: a buffer with ``device_count`` keeps
+        its memory, and graphs that have captured its addresses stay good.
+        """
+        self._epoch = epoch
+        if self.device_count:
+            self.table.copy_(self._addresses())  # the control blocks have moved
+            self._write_epoch()
+            self.memory.local[: self.layout.data].zero_()
+            self.local[self.layout.staging_bytes : self.layout.staging_bytes + self.layout.staged_bytes].zero_()
+            self.group.backend.synchronize()  # before the barrier after which peers set flags here
+        else:
+            self.group.backend.free(self.memory)
+            self._allocate()
 
     @property
     def active_shape(self) -> tuple[int, int]:
@@ -216,6 +255,29 @@ class UserBuffer:
                 f"{self.handle} {list(self.capacity_shape)} is closed; register it again with group.user_buffer"
             )
 
+    def check_count(self, active_tokens: torch.Tensor | None) -> None:
+        """ValueError unless ``active_tokens`` is given where, and only where, this buffer's calls want it, as an int32
+        scalar on the device."""
+        if active_tokens is None:
+            if self.device_count:
+                raise ValueError(
+                    f"{self.handle} was registered with device_count=True: give every call active_tokens, an int32 "
+                    f"scalar on {self.group.device}, or register another buffer for calls without"
+                )
+            return
+        if not self.device_count:
+            raise ValueError(
+                f"active_tokens needs a buffer with device_count=True, and {self.handle} has none: register one with "
+                "group.user_buffer(..., device_count=True)"
+            )
+        if active_tokens.dtype != torch.int32 or active_tokens.numel() != 1:
+            raise ValueError(
+                "active_tokens must be one torch.int32 element, got "
+                f"{active_tokens.dtype} {list(active_tokens.shape)}"
+            )
+        if active_tokens.device != self.group.device:
+            raise ValueError(f"active_tokens must be on {self.group.device}, got {active_tokens.device}; move it there")
+
     @contextmanager
     def call(self, tokens: int) -> Iterator[Call]:
         """Everything that one collective call launches goes inside.
@@ -230,10 +292,11 @@ class UserBuffer:
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(f"{self.handle} is in use by another thread; calls on a buffer come one after another")
         try:
-            self.group.before_call()
-            self.epoch = _next_epoch(self.epoch)
+            self.group.before_call(capturable=self.device_count)
+            if not self.device_count:
+                self._epoch = _next_epoch(self._epoch)
             try:
-                yield Call(self.epoch)
+                yield Call(self._epoch)
             except BaseException as error:
                 self.group.interrupted(f"a call on {self.handle} raised {error!r} on rank {self.group.rank}")
                 raise
@@ -249,7 +312,19 @@ class UserBuffer:
 
     def gathered(self, tokens: int) -> torch.Tensor:
         """View [tokens, hidden] of the last call's slot. It never leaves the library: copy what must outlive it."""
-        return self.slot(self.epoch & 1)[:tokens]
+        assert not self.device_count
+        return self.slot(self._epoch & 1)[:tokens]
+
+    def slot_chunks(self, rows: int) -> tuple[torch.Tensor, int]:
+        """What a kernel sees of the slots, and how many of its rows apart chunks of ``rows`` rows begin.
+
+        The host knows the slot of a call whose epoch it counts: rows of the slot, chunk after chunk. Otherwise both
+        slots, whose chunks begin where those of the full capacity do, so that the view is the same at every T.
+        """
+        self._check_open()
+        if self.device_count:
+            return self._both_slots, self.capacity_shape[0] // self.group.world_size
+        return self._slots[self._epoch & 1][: rows * self.group.world_size], rows
 
     def extend_call(self) -> None:
         """What the current stream holds now, reads of ``gathered`` for instance, belongs to the last call too: the next
@@ -273,6 +348,8 @@ class UserBuffer:
                 self.local,
                 self.table,
                 self._slots,
+                self._both_slots,
+                self._state,
             )  # a closed buffer that somebody still holds holds no memory
 
     @property

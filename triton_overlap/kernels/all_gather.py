@@ -17,8 +17,9 @@ from ..comm.device import (
     AT_DATA,
     RANK,
     WORLD_SIZE,
+    active_call,
     claim_task,
-    close_call,
+    end_call,
     flags_ptr,
     open_call,
     wait_flags,
@@ -35,12 +36,16 @@ from .tiles import push_piece
 FLAG_LANES = tl.constexpr(_FLAG_LANES)
 
 
-@triton.jit(do_not_specialize=["epoch", "rows", "rows_per_flag", "operation"])
+@triton.jit(do_not_specialize=["epoch", "rows", "slot_rows", "rows_per_flag", "operation"])
 def all_gather_kernel(
-    buffer_ptr, x_ptr, epoch, rows, rows_per_flag, operation, K, ALIGNED: tl.constexpr, COPY_BLOCK: tl.constexpr
-):
+    buffer_ptr, tokens_ptr,  # int64 table of the user buffer; int32 T on the device, or None: T is W * rows
+    x_ptr,  # [rows, K]
+    epoch, rows, slot_rows, rows_per_flag, operation, K,
+    ALIGNED: tl.constexpr, COPY_BLOCK: tl.constexpr,
+):  # fmt: skip
     rank = tl.load(buffer_ptr + RANK).to(tl.int32)
     world_size = tl.load(buffer_ptr + WORLD_SIZE).to(tl.int32)
+    epoch, rows = active_call(buffer_ptr, tokens_ptr, epoch, rows, operation)
     pieces = tl.cdiv(rows, rows_per_flag)
     waits = tl.cdiv(pieces, FLAG_LANES)
     pushes = world_size * pieces
@@ -52,7 +57,10 @@ def all_gather_kernel(
     while (task < total) & (ok == 1):
         if task < pushes:
             peer = (rank + world_size - 1 - task // pieces) % world_size
-            push_piece(buffer_ptr, x_ptr, peer, task % pieces, rows_per_flag, rows, K, epoch, ALIGNED, COPY_BLOCK)
+            piece = task % pieces
+            push_piece(
+                buffer_ptr, x_ptr, peer, piece, rows_per_flag, rows, slot_rows, K, epoch, ALIGNED, COPY_BLOCK
+            )
         else:
             ok = wait_headers(buffer_ptr, checked, world_size, epoch, rows, 0, K, operation)
             checked = world_size
@@ -64,24 +72,34 @@ def all_gather_kernel(
                 ok = wait_flags(buffer_ptr, own_flags, first, count, epoch, operation, AT_DATA, source, FLAG_LANES)
         task = claim_task(buffer_ptr)
     # After a failure the slot holds anything; gathered.py, by which rows leave it, hands out NaN then.
-    close_call(buffer_ptr, ok, checked, epoch, rows, 0, K, operation)
+    end_call(buffer_ptr, tokens_ptr, ok, checked, epoch, rows, 0, K, operation)
 
 
-def launch(buffer: UserBuffer, x: torch.Tensor, *, config: TileConfig | None = None) -> None:
-    """Gather ``x`` [T/W, hidden] of every rank into ``buffer.gathered(T)``, until the buffer's next call."""
+def launch(
+    buffer: UserBuffer,
+    x: torch.Tensor,
+    *,
+    active_tokens: torch.Tensor | None = None,
+    config: TileConfig | None = None,
+) -> None:
+    """Gather ``x`` [T/W, hidden] of every rank into the buffer's slot, until its next call; ``gathered.launch`` copies
+    the rows out. ``active_tokens`` as in ``all_gather_matmul``."""
     group = buffer.group
     x = contiguous_rows(x)
     rows, k = x.shape
     config = config or tile_config(x.dtype, k, k, interpreted=group.backend.interpreted)
     with buffer.call(rows * group.world_size) as call:
+        _, slot_rows = buffer.slot_chunks(rows)
         launch_kernel(
             all_gather_kernel,
             group.backend.num_programs,
             {"num_warps": config.num_warps, "num_stages": 1},
             buffer_ptr=buffer.table,
+            tokens_ptr=active_tokens,
             x_ptr=x,
             epoch=call.epoch,
             rows=rows,
+            slot_rows=slot_rows,
             rows_per_flag=rows_per_piece(config.BLOCK_M, k * x.element_size()),
             operation=operation_code(Operation.ALL_GATHER, x.dtype),
             K=k,

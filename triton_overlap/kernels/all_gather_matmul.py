@@ -31,12 +31,12 @@ from ..comm.device import (
     AT_DATA,
     RANK,
     WORLD_SIZE,
+    active_call,
     claim_task,
-    close_call,
+    end_call,
     flags_ptr,
     open_call,
     poison,
-    slot_address,
     wait_flags,
     wait_headers,
 )
@@ -46,7 +46,7 @@ from . import config as _config
 from .config import TileConfig, rows_per_piece, tile_config
 from .launching import launch_kernel
 from .operands import StoredB, chunk_descriptor, contiguous_rows, gemm_arguments, use_descriptors
-from .tiles import MAX_STORE_COLUMNS, matmul_tile, push_piece, split_columns, store_block, tile_position
+from .tiles import MAX_STORE_COLUMNS, matmul_tile, push_piece, slot_chunks, split_columns, store_block, tile_position
 
 FLAG_LANES = tl.constexpr(_config.FLAG_LANES)
 
@@ -70,20 +70,25 @@ def _store_tile(
         store_block(out_desc, out_ptr, bias_ptr, acc, chunk, row, rows, col, N, BLOCK_M, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["epoch", "rows", "rows_per_flag", "pushes", "operation"])
+@triton.jit(do_not_specialize=["epoch", "rows", "slot_rows", "rows_per_flag", "pushes", "operation"])
 def all_gather_matmul_kernel(
-    buffer_ptr,  # int64 table of the user buffer
-    x_ptr, x_desc, gathered_desc,  # own chunk [1, rows, K], and the slot [W, rows, K]
+    buffer_ptr, tokens_ptr,  # int64 table of the user buffer; int32 T on the device, or None: T is W * rows
+    x_ptr, x_desc, slot_desc,  # own chunk [1, rows, K], and the slot [W, slot_rows, K], or with tokens_ptr both
     b_ptr, b_desc, stride_b,  # [K, N], or [N, K] with B_K_MAJOR
-    out_ptr, out_desc, bias_ptr,  # [W, rows, N] row-major, and [N] or None
-    epoch, rows, rows_per_flag, pushes, operation, N, K,  # pushes: peers to push to, plus 1 for the own slot, or 0
+    out_ptr, out_desc, bias_ptr,  # [T, N] row-major, and [N] or None
+    epoch, rows, slot_rows, rows_per_flag,
+    pushes,  # peers to push to, plus 1 for the own slot, or 0
+    operation, N, K,
     PRECISION: tl.constexpr, B_K_MAJOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
 ):  # fmt: skip
     rank = tl.load(buffer_ptr + RANK).to(tl.int32)
     world_size = tl.load(buffer_ptr + WORLD_SIZE).to(tl.int32)
-    slot_ptr = slot_address(buffer_ptr, rank, epoch).to(x_ptr.dtype)
+    capacity = rows
+    epoch, rows = active_call(buffer_ptr, tokens_ptr, epoch, capacity, operation)
+    slot_start, first_chunk = slot_chunks(buffer_ptr, tokens_ptr, epoch)
+    slot_ptr = slot_start.to(x_ptr.dtype)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
@@ -108,7 +113,10 @@ def all_gather_matmul_kernel(
         next_piece = (((index + 1).to(tl.int64) * pieces_here + span - 1) // span).to(tl.int32)
         if next_piece > piece:
             peer = (rank + world_size - 1 - phase) % world_size
-            push_piece(buffer_ptr, x_ptr, peer, piece, rows_per_flag, rows, K, epoch, x_desc is not None, COPY_BLOCK)
+            push_piece(
+                buffer_ptr, x_ptr, peer, piece, rows_per_flag, rows, slot_rows, K, epoch,
+                x_desc is not None, COPY_BLOCK,
+            )  # fmt: skip
         else:
             tile_m, tile_n = tile_position(index - piece, tiles_m, tiles_n, GROUP_M)
             row = tile_m * BLOCK_M
@@ -128,17 +136,17 @@ def all_gather_matmul_kernel(
             if ok == 1:
                 # Select the operand, not the loop: two loops would each take shared memory.
                 if phase == 0:
-                    a_desc, a_ptr, chunk = x_desc, x_ptr, source * 0
+                    a_desc, a_ptr, chunk, chunk_rows = x_desc, x_ptr, source * 0, capacity
                 else:
-                    a_desc, a_ptr, chunk = gathered_desc, slot_ptr, source
+                    a_desc, a_ptr, chunk, chunk_rows = slot_desc, slot_ptr, first_chunk + source, slot_rows
                 acc = matmul_tile(
-                    a_desc, a_ptr, b_desc, b_ptr, stride_b, chunk, row, rows, col, N, K,
+                    a_desc, a_ptr, b_desc, b_ptr, stride_b, chunk, row, chunk_rows, col, N, K,
                     PRECISION, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
                 _store_tile(out_desc, out_ptr, bias_ptr, acc, source, row, rows, col, N, BLOCK_M, BLOCK_N)
         task = claim_task(buffer_ptr)
-    if close_call(buffer_ptr, ok, checked, epoch, rows, N, K, operation) == 2:
-        poison(out_ptr, rows.to(tl.int64) * world_size * N, COPY_BLOCK)
+    if end_call(buffer_ptr, tokens_ptr, ok, checked, epoch, rows, N, K, operation) == 2:
+        poison(out_ptr, capacity.to(tl.int64) * world_size * N, COPY_BLOCK)
 
 
 def _send_by_copy_engine(copies: CopyStream, buffer: UserBuffer, call: Call, x: torch.Tensor, block_m: int) -> int:
@@ -166,6 +174,7 @@ def launch(
     b: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    active_tokens: torch.Tensor | None = None,
     gather: bool = False,
     sender: str = "auto",
     config: TileConfig | None = None,
@@ -177,6 +186,8 @@ def launch(
         x: [T/W, K].
         b: [K, N].
         bias: [N] or None.
+        active_tokens: int32 scalar on the device, for a buffer that counts there: T, up to the rows of ``x`` times W.
+            Rows past the active ones are neither read, with any effect, nor written.
         gather: leave the gathered rows, the own ones included, in ``buffer.gathered(T)`` until the buffer's next call.
         sender: ``"programs"`` push from inside the kernel, ``"copy_engine"`` sends beside it, ``"auto"`` takes the
             copy engine of a GPU where the chunk is long enough to pay for its hand-over.
@@ -193,8 +204,10 @@ def launch(
     copies = group.backend.copies if world_size > 1 else None
     if sender == "programs" or (sender == "auto" and (group.backend.interpreted or rows < COPY_ENGINE_ROWS)):
         copies = None
+    if active_tokens is not None:  # the copy engine's sizes are the host's
+        copies = None
     with buffer.call(tokens) as call:
-        gathered = buffer.gathered(tokens)
+        slot, slot_rows = buffer.slot_chunks(rows)
         if copies is None:
             rows_per_flag = rows_per_piece(config.BLOCK_M, k * x.element_size())
             pushes = world_size if gather else world_size - 1
@@ -203,7 +216,7 @@ def launch(
             rows_per_flag = _send_by_copy_engine(copies, buffer, call, x, config.BLOCK_M)
             pushes = 0
             if gather:
-                gathered[rank * rows : (rank + 1) * rows].copy_(x)
+                slot[rank * rows : (rank + 1) * rows].copy_(x)
         descriptors = use_descriptors(config, x, stored_b.matrix, out)  # the slot is aligned, and has the rows of x
         try:
             launch_kernel(
@@ -211,16 +224,18 @@ def launch(
                 group.backend.num_programs,
                 {"num_warps": config.num_warps, "num_stages": config.num_stages},
                 buffer_ptr=buffer.table,
+                tokens_ptr=active_tokens,
                 x_ptr=x,
                 x_desc=chunk_descriptor(x, rows, [config.BLOCK_M, config.BLOCK_K], descriptors),
-                gathered_desc=chunk_descriptor(gathered, rows, [config.BLOCK_M, config.BLOCK_K], descriptors),
+                slot_desc=chunk_descriptor(slot, slot_rows, [config.BLOCK_M, config.BLOCK_K], descriptors),
                 bias_ptr=None if bias is None else bias.contiguous(),
                 epoch=call.epoch,
                 rows=rows,
+                slot_rows=slot_rows,
                 rows_per_flag=rows_per_flag,
                 pushes=pushes,
                 operation=operation_code(Operation.ALL_GATHER_MATMUL, x.dtype),
-                **gemm_arguments(config, stored_b, out, rows, descriptors),
+                **gemm_arguments(config, stored_b, out, descriptors),
             )
         finally:
             if copies is not None:  # also where the launch raised: the copies still read x

@@ -43,8 +43,9 @@ from ..comm.device import (
     RANK,
     STAGING,
     WORLD_SIZE,
+    active_call,
     claim_task,
-    close_call,
+    end_call,
     flags_ptr,
     open_call,
     poison,
@@ -64,6 +65,7 @@ from .tiles import (
     MAX_STORE_COLUMNS,
     copy_block,
     matmul_tile,
+    slot_chunks,
     split_columns,
     store_block,
     store_masked,
@@ -107,8 +109,9 @@ def _queue_entry(task, peer_tiles, delay):
 
 @triton.jit
 def _add_partials(
-    value, slot_desc, slot_ptr, buffer_ptr, row, rows, col, N, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr
-):
+    value, slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr, row, rows, col, N,
+    BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Add what every peer put into this rank's slot for a block, in the fixed order of the module's page."""
     rank = tl.load(buffer_ptr + RANK).to(tl.int32)
     world_size = tl.load(buffer_ptr + WORLD_SIZE).to(tl.int32)
@@ -118,27 +121,34 @@ def _add_partials(
     for step in range(1, world_size):
         source = (rank + step) % world_size
         if slot_desc is not None:
-            value += slot_desc.load([source, row, col]).reshape(BLOCK_M, COLUMNS).to(tl.float32)
+            value += slot_desc.load([first_chunk + source, row, col]).reshape(BLOCK_M, COLUMNS).to(tl.float32)
         else:
-            pointers = slot_ptr + (source * rows + block_rows).to(tl.int64)[:, None] * N + cols[None, :]
+            from_row = (first_chunk + source) * slot_rows
+            pointers = slot_ptr + (from_row + block_rows).to(tl.int64)[:, None] * N + cols[None, :]
             value += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     return value
 
 
 @triton.jit
 def _store_own(
-    out_desc, out_ptr, bias_ptr, slot_desc, slot_ptr, buffer_ptr, acc, row, rows, col, N,
+    out_desc, out_ptr, bias_ptr, slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr, acc, row, rows, col, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     if BLOCK_N > MAX_STORE_COLUMNS:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = split_columns(acc, BLOCK_M, BLOCK_N)
-        left = _add_partials(left, slot_desc, slot_ptr, buffer_ptr, row, rows, col, N, BLOCK_M, HALF)
+        left = _add_partials(
+            left, slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr, row, rows, col, N, BLOCK_M, HALF
+        )
         store_block(out_desc, out_ptr, bias_ptr, left, 0, row, rows, col, N, BLOCK_M, HALF)
-        right = _add_partials(right, slot_desc, slot_ptr, buffer_ptr, row, rows, col + HALF, N, BLOCK_M, HALF)
+        right = _add_partials(
+            right, slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr, row, rows, col + HALF, N, BLOCK_M, HALF
+        )
         store_block(out_desc, out_ptr, bias_ptr, right, 0, row, rows, col + HALF, N, BLOCK_M, HALF)
     else:
-        acc = _add_partials(acc, slot_desc, slot_ptr, buffer_ptr, row, rows, col, N, BLOCK_M, BLOCK_N)
+        acc = _add_partials(
+            acc, slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr, row, rows, col, N, BLOCK_M, BLOCK_N
+        )
         store_block(out_desc, out_ptr, bias_ptr, acc, 0, row, rows, col, N, BLOCK_M, BLOCK_N)
 
 
@@ -156,20 +166,24 @@ def _stage_tile(staging_ptr, acc, owner, row, rows, col, N, BLOCK_M: tl.constexp
         store_masked(staging_ptr, acc.to(staging_ptr.dtype.element_ty), owner, row, rows, cols, N, BLOCK_M)
 
 
-@triton.jit(do_not_specialize=["epoch", "rows", "delay", "operation"])
+@triton.jit(do_not_specialize=["epoch", "rows", "slot_rows", "delay", "operation"])
 def matmul_reduce_scatter_kernel(
-    buffer_ptr, slot_desc,  # int64 table of the user buffer, and its slot as [W, rows, N]
-    a_ptr, a_desc,  # [W, rows, K]
+    buffer_ptr, tokens_ptr,  # int64 table of the user buffer; int32 T on the device, or None: T is W * rows
+    slot_desc,  # the slot [W, slot_rows, N], or with tokens_ptr both
+    a_ptr, a_desc,  # [1, T, K]
     b_ptr, b_desc, stride_b,  # [K, N], or [N, K] with B_K_MAJOR
     out_ptr, out_desc, bias_ptr,  # [rows, N] row-major, and [N] or None
-    epoch, rows, delay, operation, N, K,
+    epoch, rows, slot_rows, delay, operation, N, K,
     PRECISION: tl.constexpr, B_K_MAJOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
 ):  # fmt: skip
     rank = tl.load(buffer_ptr + RANK).to(tl.int32)
     world_size = tl.load(buffer_ptr + WORLD_SIZE).to(tl.int32)
-    slot_ptr = slot_address(buffer_ptr, rank, epoch).to(out_ptr.dtype)
+    capacity = rows
+    epoch, rows = active_call(buffer_ptr, tokens_ptr, epoch, capacity, operation)
+    slot_start, first_chunk = slot_chunks(buffer_ptr, tokens_ptr, epoch)
+    slot_ptr = slot_start.to(out_ptr.dtype)
     staging_ptr = tl.load(buffer_ptr + STAGING).to(out_ptr.dtype)
     if out_desc is not None:  # rows are whole multiples of 16 bytes
         slot_ptr = tl.multiple_of(slot_ptr, 16)
@@ -202,13 +216,14 @@ def matmul_reduce_scatter_kernel(
                 if out_desc is not None:
                     target_ptr = tl.multiple_of(target_ptr, 16)
                 copy_block(
-                    staging_ptr + owner.to(tl.int64) * rows * N, target_ptr + rank.to(tl.int64) * rows * N,
+                    staging_ptr + owner.to(tl.int64) * rows * N, target_ptr + rank.to(tl.int64) * slot_rows * N,
                     row, rows, col, N, BLOCK_M, BLOCK_N, COPY_BLOCK,
                 )  # fmt: skip
                 release_flag(flags_ptr(buffer_ptr, owner, rank, epoch) + tile, epoch)
         else:
+            # A tile's rows past its chunk are another's and come to nothing: A is this rank's own, nobody writes it.
             acc = matmul_tile(
-                a_desc, a_ptr, b_desc, b_ptr, stride_b, owner, row, rows, col, N, K,
+                a_desc, a_ptr, b_desc, b_ptr, stride_b, 0, owner * rows + row, capacity * world_size, col, N, K,
                 PRECISION, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             if kind == PEER_TILE:
@@ -224,23 +239,12 @@ def matmul_reduce_scatter_kernel(
                         ok = wait_flags(buffer_ptr, own_flags, tile, 1, epoch, operation, AT_DATA, source, 1)
                 if ok == 1:
                     _store_own(
-                        out_desc,
-                        out_ptr,
-                        bias_ptr,
-                        slot_desc,
-                        slot_ptr,
-                        buffer_ptr,
-                        acc,
-                        row,
-                        rows,
-                        col,
-                        N,
-                        BLOCK_M,
-                        BLOCK_N,
-                    )
+                        out_desc, out_ptr, bias_ptr, slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr,
+                        acc, row, rows, col, N, BLOCK_M, BLOCK_N,
+                    )  # fmt: skip
         task = claim_task(buffer_ptr)
-    if close_call(buffer_ptr, ok, checked, epoch, rows, N, K, operation) == 2:
-        poison(out_ptr, rows.to(tl.int64) * N, COPY_BLOCK)
+    if end_call(buffer_ptr, tokens_ptr, ok, checked, epoch, rows, N, K, operation) == 2:
+        poison(out_ptr, capacity.to(tl.int64) * N, COPY_BLOCK)
 
 
 def launch(
@@ -249,6 +253,7 @@ def launch(
     b: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    active_tokens: torch.Tensor | None = None,
     config: TileConfig | None = None,
 ) -> torch.Tensor:
     """This rank's chunk of ``sum over ranks of a @ b``, plus ``bias``, as a fresh [T/W, N] tensor.
@@ -258,6 +263,8 @@ def launch(
         a: [T, K].
         b: [K, N].
         bias: [N] or None; added once, after the reduction.
+        active_tokens: int32 scalar on the device, for a buffer that counts there: T, up to the rows of ``a``. Rows past
+            the active ones are neither read, with any effect, nor written.
         config: tile sizes; by default those for N, K and the dtype.
     """
     group = buffer.group
@@ -269,21 +276,22 @@ def launch(
     out = torch.empty(rows, b.shape[1], dtype=a.dtype, device=a.device)
     descriptors = use_descriptors(config, a, stored_b.matrix, out)
     with buffer.call(tokens) as call:
+        slot, slot_rows = buffer.slot_chunks(rows)
         launch_kernel(
             matmul_reduce_scatter_kernel,
             group.backend.num_programs,
             {"num_warps": config.num_warps, "num_stages": config.num_stages},
             buffer_ptr=buffer.table,
-            slot_desc=chunk_descriptor(
-                buffer.gathered(tokens), rows, [config.BLOCK_M, config.store_columns], descriptors
-            ),
+            tokens_ptr=active_tokens,
+            slot_desc=chunk_descriptor(slot, slot_rows, [config.BLOCK_M, config.store_columns], descriptors),
             a_ptr=a,
-            a_desc=chunk_descriptor(a, rows, [config.BLOCK_M, config.BLOCK_K], descriptors),
+            a_desc=chunk_descriptor(a, tokens, [config.BLOCK_M, config.BLOCK_K], descriptors),
             bias_ptr=None if bias is None else bias.contiguous(),
             epoch=call.epoch,
             rows=rows,
+            slot_rows=slot_rows,
             delay=DELAY_PER_PROGRAM * group.backend.num_programs,
             operation=operation_code(Operation.MATMUL_REDUCE_SCATTER, a.dtype),
-            **gemm_arguments(config, stored_b, out, rows, descriptors),
+            **gemm_arguments(config, stored_b, out, descriptors),
         )
     return out

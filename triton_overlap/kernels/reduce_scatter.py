@@ -19,8 +19,9 @@ from ..comm.device import (
     AT_DATA,
     RANK,
     WORLD_SIZE,
+    active_call,
     claim_task,
-    close_call,
+    end_call,
     flags_ptr,
     open_call,
     poison,
@@ -53,15 +54,17 @@ def _reduce_piece(buffer_ptr, own_ptr, out_ptr, slot_ptr, first, count, stride_c
         tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["epoch", "rows", "rows_per_flag", "operation"])
+@triton.jit(do_not_specialize=["epoch", "rows", "slot_rows", "rows_per_flag", "operation"])
 def reduce_scatter_kernel(
-    buffer_ptr,  # int64 table of the user buffer
-    x_ptr, out_ptr,  # [W, rows, K], [rows, K]
-    epoch, rows, rows_per_flag, operation, K,
+    buffer_ptr, tokens_ptr,  # int64 table of the user buffer; int32 T on the device, or None: T is W * rows
+    x_ptr, out_ptr,  # [T, K], [rows, K]
+    epoch, rows, slot_rows, rows_per_flag, operation, K,
     ALIGNED: tl.constexpr, COPY_BLOCK: tl.constexpr,
 ):  # fmt: skip
     rank = tl.load(buffer_ptr + RANK).to(tl.int32)
     world_size = tl.load(buffer_ptr + WORLD_SIZE).to(tl.int32)
+    capacity = tl.full((), 1, tl.int64) * rows * K
+    epoch, rows = active_call(buffer_ptr, tokens_ptr, epoch, rows, operation)
     chunk = tl.full((), 1, tl.int64) * rows * K
     slot_ptr = slot_address(buffer_ptr, rank, epoch).to(x_ptr.dtype)
     if ALIGNED:
@@ -78,7 +81,9 @@ def reduce_scatter_kernel(
         if task < pushes:
             owner = (rank + world_size - 1 - task // pieces) % world_size
             source_ptr = x_ptr + owner * chunk
-            push_piece(buffer_ptr, source_ptr, owner, piece, rows_per_flag, rows, K, epoch, ALIGNED, COPY_BLOCK)
+            push_piece(
+                buffer_ptr, source_ptr, owner, piece, rows_per_flag, rows, slot_rows, K, epoch, ALIGNED, COPY_BLOCK
+            )
         else:
             ok = wait_headers(buffer_ptr, checked, world_size, epoch, rows, 0, K, operation)
             checked = world_size
@@ -91,14 +96,22 @@ def reduce_scatter_kernel(
                 first_row = (piece * rows_per_flag).to(tl.int64)
                 count = (tl.minimum(first_row + rows_per_flag, rows) - first_row) * K
                 own_ptr = x_ptr + rank * chunk
-                _reduce_piece(buffer_ptr, own_ptr, out_ptr, slot_ptr, first_row * K, count, chunk, COPY_BLOCK)
+                stride = tl.full((), 1, tl.int64) * slot_rows * K
+                _reduce_piece(buffer_ptr, own_ptr, out_ptr, slot_ptr, first_row * K, count, stride, COPY_BLOCK)
         task = claim_task(buffer_ptr)
-    if close_call(buffer_ptr, ok, checked, epoch, rows, 0, K, operation) == 2:
-        poison(out_ptr, chunk, COPY_BLOCK)
+    if end_call(buffer_ptr, tokens_ptr, ok, checked, epoch, rows, 0, K, operation) == 2:
+        poison(out_ptr, capacity, COPY_BLOCK)
 
 
-def launch(buffer: UserBuffer, x: torch.Tensor, *, config: TileConfig | None = None) -> torch.Tensor:
-    """This rank's chunk of the sum of ``x`` [T, hidden] over the ranks, as a fresh [T/W, hidden] tensor."""
+def launch(
+    buffer: UserBuffer,
+    x: torch.Tensor,
+    *,
+    active_tokens: torch.Tensor | None = None,
+    config: TileConfig | None = None,
+) -> torch.Tensor:
+    """This rank's chunk of the sum of ``x`` [T, hidden] over the ranks, as a fresh [T/W, hidden] tensor.
+    ``active_tokens`` as in ``matmul_reduce_scatter``."""
     group = buffer.group
     x = contiguous_rows(x)
     tokens, k = x.shape
@@ -106,15 +119,18 @@ def launch(buffer: UserBuffer, x: torch.Tensor, *, config: TileConfig | None = N
     config = config or tile_config(x.dtype, k, k, interpreted=group.backend.interpreted)
     out = torch.empty(rows, k, dtype=x.dtype, device=x.device)
     with buffer.call(tokens) as call:
+        _, slot_rows = buffer.slot_chunks(rows)
         launch_kernel(
             reduce_scatter_kernel,
             group.backend.num_programs,
             {"num_warps": config.num_warps, "num_stages": 1},
             buffer_ptr=buffer.table,
+            tokens_ptr=active_tokens,
             x_ptr=x,
             out_ptr=out,
             epoch=call.epoch,
             rows=rows,
+            slot_rows=slot_rows,
             rows_per_flag=rows_per_piece(config.BLOCK_M, k * x.element_size()),
             operation=operation_code(Operation.REDUCE_SCATTER, x.dtype),
             K=k,

@@ -114,7 +114,7 @@ def push_kernel(
             if CHUNKED:
                 source_ptr += peer.to(tl.int64) * rows * K
             piece = first_piece + task % pieces
-            push_piece(buffer_ptr, source_ptr, peer, piece, rows_per_flag, rows, K, epoch, ALIGNED, COPY_BLOCK)
+            push_piece(buffer_ptr, source_ptr, peer, piece, rows_per_flag, rows, rows, K, epoch, ALIGNED, COPY_BLOCK)
 
 
 @triton.jit(do_not_specialize=["epoch", "rows", "operation", "N", "K", "first", "last", "flags"])

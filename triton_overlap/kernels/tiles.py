@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..comm.device import INTERPRETED, RANK, flags_ptr, release_flag, slot_address
+from ..comm.device import INTERPRETED, RANK, WORLD_SIZE, flags_ptr, release_flag, slot_address
 from .config import MAX_STORE_COLUMNS as _MAX_STORE_COLUMNS
 
 MAX_STORE_COLUMNS = tl.constexpr(_MAX_STORE_COLUMNS)
@@ -23,14 +23,28 @@ def tile_position(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def slot_chunks(buffer_ptr, tokens_ptr, epoch):
+    """Address (int64) of what a kernel's view of the slot begins with, and the number there of this call's chunk 0.
+
+    Where the host knows the epoch, the view is the call's slot; where it does not, both slots, chunk after chunk.
+    """
+    rank = tl.load(buffer_ptr + RANK)
+    if tokens_ptr is not None:
+        world_size = tl.load(buffer_ptr + WORLD_SIZE).to(tl.int32)
+        return slot_address(buffer_ptr, rank, epoch * 0), (epoch & 1) * world_size
+    else:
+        return slot_address(buffer_ptr, rank, epoch), epoch * 0
+
+
+@triton.jit
 def matmul_tile(
-    a_desc, a_ptr, b_desc, b_ptr, stride_b, chunk, row, rows, col, N, K,
+    a_desc, a_ptr, b_desc, b_ptr, stride_b, chunk, row, chunk_rows, col, N, K,
     PRECISION: tl.constexpr, B_K_MAJOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """fp32 product of the [BLOCK_M, BLOCK_N] tile at (``row``, ``col``) of a chunk of A @ B.
 
-    A is row-major [chunks, rows, K], so that no load reaches into the next chunk, where a peer may be writing; B is
+    A is row-major [chunks, chunk_rows, K], and no load reaches into the next chunk, where a peer may be writing; B is
     [K, N], or stored [N, K] with ``B_K_MAJOR``. Through descriptors where given, else through pointers.
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -49,11 +63,11 @@ def matmul_tile(
         stride_bk, stride_bn = stride_b, 1
         if B_K_MAJOR:
             stride_bk, stride_bn = 1, stride_b
-        a_rows = a_ptr + (chunk * rows + lanes).to(tl.int64)[:, None] * K
+        a_rows = a_ptr + (chunk * chunk_rows + lanes).to(tl.int64)[:, None] * K
         b_cols = b_ptr + cols.to(tl.int64)[None, :] * stride_bn
         for step in range(tl.cdiv(K, BLOCK_K)):
             k = step * BLOCK_K + ks.to(tl.int64)
-            a = tl.load(a_rows + k[None, :], mask=(lanes < rows)[:, None] & (k < K)[None, :], other=0.0)
+            a = tl.load(a_rows + k[None, :], mask=(lanes < chunk_rows)[:, None] & (k < K)[None, :], other=0.0)
             b = tl.load(b_cols + k[:, None] * stride_bk, mask=(cols < N)[None, :] & (k < K)[:, None], other=0.0)
             acc = dot(a, b, acc, PRECISION)
     return acc
@@ -82,14 +96,18 @@ def store_block(
 ):
     """Add the bias and store a [BLOCK_M, COLUMNS] block of a row-major [chunks, rows, N] output.
 
-    Nothing is stored at or past ``rows``: those rows belong to the next chunk, and to another program.
+    Nothing is stored at or past ``rows``: those rows belong to the next chunk, and to another program. The descriptor
+    knows the output's end alone, as [1, .., N], so a block that reaches past its chunk is stored without it.
     """
     cols = col + tl.arange(0, COLUMNS)
     if bias_ptr is not None:
         value += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
     value = value.to(out_ptr.dtype.element_ty)
     if out_desc is not None:
-        out_desc.store([chunk, row, col], value.reshape(1, BLOCK_M, COLUMNS))
+        if row + BLOCK_M <= rows:
+            out_desc.store([0, chunk * rows + row, col], value.reshape(1, BLOCK_M, COLUMNS))
+        else:
+            store_masked(out_ptr, value, chunk, row, rows, cols, N, BLOCK_M)
     else:
         store_masked(out_ptr, value, chunk, row, rows, cols, N, BLOCK_M)
 
@@ -131,9 +149,11 @@ def copy_block(
 
 @triton.jit
 def push_piece(
-    buffer_ptr, x_ptr, peer, piece, rows_per_flag, rows, K, epoch, ALIGNED: tl.constexpr, COPY_BLOCK: tl.constexpr
-):
-    """Copy piece ``piece`` of the own chunk ``x`` [rows, K] to its place in ``peer``'s slot, then set its flag there.
+    buffer_ptr, x_ptr, peer, piece, rows_per_flag, rows, slot_rows, K, epoch,
+    ALIGNED: tl.constexpr, COPY_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy piece ``piece`` of the own chunk ``x`` [rows, K] to its place in ``peer``'s slot, where chunks begin
+    ``slot_rows`` rows apart, then set its flag there.
 
     Rows are pushed, not pulled: stores over the link need no answer, loads wait a round trip.
     """
@@ -143,5 +163,5 @@ def push_piece(
     target_ptr = slot_address(buffer_ptr, peer, epoch).to(x_ptr.dtype)
     if ALIGNED:
         target_ptr = tl.multiple_of(target_ptr, 16)
-    copy_elements(x_ptr + first * K, target_ptr + (rank * rows + first) * K, count, COPY_BLOCK)
+    copy_elements(x_ptr + first * K, target_ptr + (rank * slot_rows + first) * K, count, COPY_BLOCK)
     release_flag(flags_ptr(buffer_ptr, peer, rank, epoch) + piece, epoch)

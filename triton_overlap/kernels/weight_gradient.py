@@ -5,6 +5,8 @@ Shapes, T tokens::
     a [T, K]   g [T, N]   ->   out [K, N] = a^T @ g, or out += a^T @ g in fp32
 
 T is the contracted dimension, so both operands are zeroed past it: a NaN in one times a zero in the other is a NaN.
+Where T is the host's, it ends the descriptors too, and TMA fills in the zeros. Where it is a scalar on the device, the
+descriptors go on to the capacity, so the last, partial step reads through masks.
 """
 
 import torch
@@ -27,8 +29,16 @@ def _store(out_ptr, stride_ok, stride_on, value, ks, ns, K, N, ACCUMULATE: tl.co
     tl.store(pointers, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _load_rows(ptr, stride, ts, T, columns, num_columns):
+    """Rows ``ts`` of a row-major [T, num_columns], zeros where they or the columns end."""
+    pointers = ptr + ts.to(tl.int64)[:, None] * stride + columns[None, :]
+    return tl.load(pointers, mask=(ts < T)[:, None] & (columns < num_columns)[None, :], other=0.0)
+
+
 @triton.jit(do_not_specialize=["T"])
 def weight_gradient_kernel(
+    tokens_ptr,  # int32 T on the device, or None; T is the capacity then
     a_ptr, a_desc, stride_a,  # [T, K]
     g_ptr, g_desc, stride_g,  # [T, N]
     out_ptr, stride_ok, stride_on,  # [K, N], any strides
@@ -40,16 +50,23 @@ def weight_gradient_kernel(
     ks = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     ns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(tl.cdiv(T, BLOCK_K)):
-        if a_desc is not None:  # bounds of the descriptors are T rows: beyond is zero
+    steps = tl.cdiv(T, BLOCK_K)
+    if tokens_ptr is not None:
+        T = tl.minimum(tl.maximum(tl.load(tokens_ptr), 0), T)
+        steps = T // BLOCK_K  # the partial one comes last
+    for step in range(steps):
+        if a_desc is not None:
             a = a_desc.load([step * BLOCK_K, tile_m * BLOCK_M])
             g = g_desc.load([step * BLOCK_K, tile_n * BLOCK_N])
         else:
             ts = step * BLOCK_K + tl.arange(0, BLOCK_K)
-            rows = ts.to(tl.int64)[:, None]
-            a = tl.load(a_ptr + rows * stride_a + ks[None, :], mask=(ts < T)[:, None] & (ks < K)[None, :], other=0.0)
-            g = tl.load(g_ptr + rows * stride_g + ns[None, :], mask=(ts < T)[:, None] & (ns < N)[None, :], other=0.0)
+            a = _load_rows(a_ptr, stride_a, ts, T, ks, K)
+            g = _load_rows(g_ptr, stride_g, ts, T, ns, N)
         acc = dot(a.T, g, acc, PRECISION)
+    if tokens_ptr is not None:
+        if steps * BLOCK_K < T:
+            ts = steps * BLOCK_K + tl.arange(0, BLOCK_K)
+            acc = dot(_load_rows(a_ptr, stride_a, ts, T, ks, K).T, _load_rows(g_ptr, stride_g, ts, T, ns, N), acc, PRECISION)
     if BLOCK_N > MAX_STORE_COLUMNS:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = split_columns(acc, BLOCK_M, BLOCK_N)
@@ -65,6 +82,7 @@ def launch(
     g: torch.Tensor,
     accumulate_into: torch.Tensor | None = None,
     *,
+    active_tokens: torch.Tensor | None = None,
     config: TileConfig | None = None,
 ) -> torch.Tensor:
     """``a^T @ g``.
@@ -74,6 +92,7 @@ def launch(
         g: [T, N] in the dtype of ``a``.
         accumulate_into: fp32 [K, N] of any strides, to which the product is added in fp32; returned. By default the
             product is a fresh [K, N] tensor in the dtype of ``a``.
+        active_tokens: int32 scalar on the device: T, up to the rows of ``a`` and ``g``. Others have no effect.
         config: tile sizes; BLOCK_M runs over K, BLOCK_N over N and BLOCK_K over T.
     """
     k, n = a.shape[1], g.shape[1]
@@ -87,6 +106,7 @@ def launch(
         weight_gradient_kernel,
         triton.cdiv(k, config.BLOCK_M) * triton.cdiv(n, config.BLOCK_N),
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        tokens_ptr=active_tokens,
         a_ptr=a,
         a_desc=descriptor(a, [config.BLOCK_K, config.BLOCK_M], descriptors),
         stride_a=a.stride(0),
