@@ -31,40 +31,49 @@ EXPECTED = {
 }
 
 
-def drive(dtype_name: str, sizes: str) -> None:
+def drive(dtype_name: str, sizes: str, device_count: bool) -> None:
     dtype = getattr(torch, dtype_name)
     hidden, other = SIZES[sizes]
+    count = torch.zeros((), dtype=torch.int32) if device_count else None
     for world_size in (2, 8):
-        buffer = Group(OneRankOfMany(world_size)).user_buffer(1024 * world_size, hidden, dtype)
+        group = Group(OneRankOfMany(world_size))
+        buffer = group.user_buffer(1024 * world_size, hidden, dtype, device_count=device_count)
         for rows in ROWS:
             tokens = rows * world_size
             x, a = torch.zeros(rows, hidden, dtype=dtype), torch.zeros(tokens, other, dtype=dtype)
             weight = torch.zeros(other, hidden, dtype=dtype)
-            all_gather_matmul.launch(buffer, x, weight.t(), gather=rows % 2 == 0)
-            all_gather_matmul.launch(buffer, x, weight.t().contiguous(), torch.zeros(other, dtype=dtype))
-            matmul_reduce_scatter.launch(buffer, a, weight)
-            matmul_reduce_scatter.launch(buffer, a, weight.t().contiguous().t(), torch.zeros(hidden, dtype=dtype))
-            all_gather.launch(buffer, x)
-            gathered.launch(buffer, tokens)
+            bias, own_bias = torch.zeros(other, dtype=dtype), torch.zeros(hidden, dtype=dtype)
+            k_major = weight.t().contiguous()
+            all_gather_matmul.launch(buffer, x, weight.t(), gather=rows % 2 == 0, active_tokens=count)
+            all_gather_matmul.launch(buffer, x, k_major, bias, active_tokens=count)
+            matmul_reduce_scatter.launch(buffer, a, weight, active_tokens=count)
+            matmul_reduce_scatter.launch(buffer, a, k_major.t(), own_bias, active_tokens=count)
+            all_gather.launch(buffer, x, active_tokens=count)
+            gathered.launch(buffer, tokens, count)
             gradient = torch.zeros(tokens, hidden, dtype=dtype)
-            reduce_scatter.launch(buffer, gradient)
-            weight_gradient.launch(a, gradient)
-            weight_gradient.launch(a, gradient, torch.zeros(other, hidden))
+            reduce_scatter.launch(buffer, gradient, active_tokens=count)
+            weight_gradient.launch(a, gradient, active_tokens=count)
+            weight_gradient.launch(a, gradient, torch.zeros(other, hidden), active_tokens=count)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sizes"),
+    ("dtype", "sizes", "count"),
     [
-        ("bfloat16", "descriptors"),
-        ("float32", "descriptors"),
-        ("bfloat16", "pointers"),
-        pytest.param("float16", "descriptors", marks=pytest.mark.long),
-        pytest.param("float16", "pointers", marks=pytest.mark.long),
-        pytest.param("float32", "pointers", marks=pytest.mark.long),
+        ("bfloat16", "descriptors", "host"),
+        ("bfloat16", "descriptors", "device"),
+        ("float32", "descriptors", "host"),
+        ("bfloat16", "pointers", "host"),
+        pytest.param("float16", "descriptors", "host", marks=pytest.mark.long),
+        pytest.param("float16", "pointers", "host", marks=pytest.mark.long),
+        pytest.param("float32", "pointers", "host", marks=pytest.mark.long),
+        pytest.param("float16", "descriptors", "device", marks=pytest.mark.long),
+        pytest.param("float32", "descriptors", "device", marks=pytest.mark.long),
+        pytest.param("bfloat16", "pointers", "device", marks=pytest.mark.long),
+        pytest.param("float32", "pointers", "device", marks=pytest.mark.long),
     ],
 )
-def test_one_compilation_serves_every_token_count(dtype: str, sizes: str) -> None:
-    found = compiled(drive, dtype, sizes)
+def test_one_compilation_serves_every_token_count(dtype: str, sizes: str, count: str) -> None:
+    found = compiled(drive, dtype, sizes, count == "device")
     found.check(EXPECTED)
     if sizes == "descriptors":
         assert found.having(DESCRIPTORS) == GEMMS
