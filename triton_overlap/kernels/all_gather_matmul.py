@@ -59,15 +59,16 @@ COPY_ENGINE_BYTES = 32 * 1024 * 1024
 
 @triton.jit
 def _store_tile(
-    out_desc, out_ptr, bias_ptr, acc, chunk, row, rows, col, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    out_desc, out_ptr, bias_ptr, acc, chunk, row, rows, col, N,
+    HOST_COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     if BLOCK_N > MAX_STORE_COLUMNS:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = split_columns(acc, BLOCK_M, BLOCK_N)
-        store_block(out_desc, out_ptr, bias_ptr, left, chunk, row, rows, col, N, BLOCK_M, HALF)
-        store_block(out_desc, out_ptr, bias_ptr, right, chunk, row, rows, col + HALF, N, BLOCK_M, HALF)
+        store_block(out_desc, out_ptr, bias_ptr, left, chunk, row, rows, col, N, HOST_COUNT, BLOCK_M, HALF)
+        store_block(out_desc, out_ptr, bias_ptr, right, chunk, row, rows, col + HALF, N, HOST_COUNT, BLOCK_M, HALF)
     else:
-        store_block(out_desc, out_ptr, bias_ptr, acc, chunk, row, rows, col, N, BLOCK_M, BLOCK_N)
+        store_block(out_desc, out_ptr, bias_ptr, acc, chunk, row, rows, col, N, HOST_COUNT, BLOCK_M, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["epoch", "rows", "slot_rows", "rows_per_flag", "pushes", "operation"])
@@ -75,7 +76,7 @@ def all_gather_matmul_kernel(
     buffer_ptr, tokens_ptr,  # int64 table of the user buffer; int32 T on the device, or None: T is W * rows
     x_ptr, x_desc, slot_desc,  # own chunk [1, rows, K], and the slot [W, slot_rows, K], or with tokens_ptr both
     b_ptr, b_desc, stride_b,  # [K, N], or [N, K] with B_K_MAJOR
-    out_ptr, out_desc, bias_ptr,  # [T, N] row-major, and [N] or None
+    out_ptr, out_desc, bias_ptr,  # [W, rows, N] row-major, or with tokens_ptr [1, W * rows, N]; [N] or None
     epoch, rows, slot_rows, rows_per_flag,
     pushes,  # peers to push to, plus 1 for the own slot, or 0
     operation, N, K,
@@ -143,7 +144,9 @@ def all_gather_matmul_kernel(
                     a_desc, a_ptr, b_desc, b_ptr, stride_b, chunk, row, chunk_rows, col, N, K,
                     PRECISION, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
-                _store_tile(out_desc, out_ptr, bias_ptr, acc, source, row, rows, col, N, BLOCK_M, BLOCK_N)
+                _store_tile(
+                    out_desc, out_ptr, bias_ptr, acc, source, row, rows, col, N, tokens_ptr is None, BLOCK_M, BLOCK_N
+                )
         task = claim_task(buffer_ptr)
     if end_call(buffer_ptr, tokens_ptr, ok, checked, epoch, rows, N, K, operation) == 2:
         poison(out_ptr, capacity.to(tl.int64) * world_size * N, COPY_BLOCK)
@@ -235,7 +238,7 @@ def launch(
                 rows_per_flag=rows_per_flag,
                 pushes=pushes,
                 operation=operation_code(Operation.ALL_GATHER_MATMUL, x.dtype),
-                **gemm_arguments(config, stored_b, out, descriptors),
+                **gemm_arguments(config, stored_b, out, tokens if active_tokens is not None else rows, descriptors),
             )
         finally:
             if copies is not None:  # also where the launch raised: the copies still read x

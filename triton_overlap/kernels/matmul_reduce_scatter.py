@@ -132,7 +132,7 @@ def _add_partials(
 @triton.jit
 def _store_own(
     out_desc, out_ptr, bias_ptr, slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr, acc, row, rows, col, N,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HOST_COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     if BLOCK_N > MAX_STORE_COLUMNS:
         HALF: tl.constexpr = BLOCK_N // 2
@@ -140,16 +140,16 @@ def _store_own(
         left = _add_partials(
             left, slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr, row, rows, col, N, BLOCK_M, HALF
         )
-        store_block(out_desc, out_ptr, bias_ptr, left, 0, row, rows, col, N, BLOCK_M, HALF)
+        store_block(out_desc, out_ptr, bias_ptr, left, 0, row, rows, col, N, HOST_COUNT, BLOCK_M, HALF)
         right = _add_partials(
             right, slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr, row, rows, col + HALF, N, BLOCK_M, HALF
         )
-        store_block(out_desc, out_ptr, bias_ptr, right, 0, row, rows, col + HALF, N, BLOCK_M, HALF)
+        store_block(out_desc, out_ptr, bias_ptr, right, 0, row, rows, col + HALF, N, HOST_COUNT, BLOCK_M, HALF)
     else:
         acc = _add_partials(
             acc, slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr, row, rows, col, N, BLOCK_M, BLOCK_N
         )
-        store_block(out_desc, out_ptr, bias_ptr, acc, 0, row, rows, col, N, BLOCK_M, BLOCK_N)
+        store_block(out_desc, out_ptr, bias_ptr, acc, 0, row, rows, col, N, HOST_COUNT, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -240,7 +240,7 @@ def matmul_reduce_scatter_kernel(
                 if ok == 1:
                     _store_own(
                         out_desc, out_ptr, bias_ptr, slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr,
-                        acc, row, rows, col, N, BLOCK_M, BLOCK_N,
+                        acc, row, rows, col, N, tokens_ptr is None, BLOCK_M, BLOCK_N,
                     )  # fmt: skip
         task = claim_task(buffer_ptr)
     if end_call(buffer_ptr, tokens_ptr, ok, checked, epoch, rows, N, K, operation) == 2:
@@ -292,6 +292,6 @@ def launch(
             slot_rows=slot_rows,
             delay=DELAY_PER_PROGRAM * group.backend.num_programs,
             operation=operation_code(Operation.MATMUL_REDUCE_SCATTER, a.dtype),
-            **gemm_arguments(config, stored_b, out, descriptors),
+            **gemm_arguments(config, stored_b, out, rows, descriptors),
         )
     return out

@@ -99,15 +99,15 @@ def chunk_descriptor(matrix: torch.Tensor, rows: int, block: list[int], wanted: 
     return _new_descriptor(matrix, shape, [rows * columns, columns, 1], [1, *block])
 
 
-def gemm_arguments(config: TileConfig, b: StoredB, out: torch.Tensor, descriptors: bool) -> dict[str, Any]:
-    """The kernel arguments for B, the output, and the tile sizes."""
+def gemm_arguments(config: TileConfig, b: StoredB, out: torch.Tensor, rows: int, descriptors: bool) -> dict[str, Any]:
+    """The kernel arguments for B, the output as chunks of ``rows``, and the tile sizes."""
     k, n = b.matrix.shape[::-1] if b.k_major else b.matrix.shape
     return {
         "b_ptr": b.matrix,
         "b_desc": descriptor(b.matrix, b.block(config), descriptors),
         "stride_b": b.matrix.stride(0),
         "out_ptr": out,
-        "out_desc": chunk_descriptor(out, out.shape[0], [config.BLOCK_M, config.store_columns], descriptors),
+        "out_desc": chunk_descriptor(out, rows, [config.BLOCK_M, config.store_columns], descriptors),
         "N": n,
         "K": k,
         "PRECISION": input_precision(out.dtype),

@@ -92,19 +92,23 @@ def split_columns(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def store_block(
-    out_desc, out_ptr, bias_ptr, value, chunk, row, rows, col, N, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr
-):
+    out_desc, out_ptr, bias_ptr, value, chunk, row, rows, col, N,
+    HOST_COUNT: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Add the bias and store a [BLOCK_M, COLUMNS] block of a row-major [chunks, rows, N] output.
 
-    Nothing is stored at or past ``rows``: those rows belong to the next chunk, and to another program. The descriptor
-    knows the output's end alone, as [1, .., N], so a block that reaches past its chunk is stored without it.
+    Nothing is stored at or past ``rows``: those rows belong to the next chunk, and to another program. The descriptor's
+    bounds see to that where the host knew ``rows`` (``HOST_COUNT``); else it covers the output as one chunk, and a block
+    that reaches past its chunk is stored without it.
     """
     cols = col + tl.arange(0, COLUMNS)
     if bias_ptr is not None:
         value += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
     value = value.to(out_ptr.dtype.element_ty)
     if out_desc is not None:
-        if row + BLOCK_M <= rows:
+        if HOST_COUNT:
+            out_desc.store([chunk, row, col], value.reshape(1, BLOCK_M, COLUMNS))
+        elif row + BLOCK_M <= rows:
             out_desc.store([0, chunk * rows + row, col], value.reshape(1, BLOCK_M, COLUMNS))
         else:
             store_masked(out_ptr, value, chunk, row, rows, cols, N, BLOCK_M)
