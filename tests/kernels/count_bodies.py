@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -30,24 +31,36 @@ class Problem:
     dtype: torch.dtype
 
 
+class Inputs(NamedTuple):
+    """x and a at capacity, b, and a bias that is the same on every rank."""
+
+    x: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    bias: torch.Tensor
+
+
 class Kernels:
     """Every kernel that takes a count, on two buffers, as one function of inputs at capacity."""
 
     def __init__(self, group: Group, problem: Problem, *, device_count: bool) -> None:
+        self.group = group
         capacity = problem.rows * group.world_size
         self.gather_buffer, self.scatter_buffer = (
             group.user_buffer(capacity, hidden, problem.dtype, device_count=device_count)
             for hidden in (problem.k, problem.n)
         )
 
-    def __call__(
-        self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, count: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    def once(self, given: Inputs, count: torch.Tensor) -> None:
+        """One call, and what is wrong with it."""
+        all_gather_matmul.launch(self.gather_buffer, given.x, given.b, active_tokens=count)
+        self.group.check()
+
+    def __call__(self, given: Inputs, count: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        x, a, b, bias = given
         buffer, tokens = self.gather_buffer, a.shape[0]
         results = {}
-        product = all_gather_matmul.launch(
-            buffer, x, b, bias, gather=True, sender="programs", active_tokens=count
-        )
+        product = all_gather_matmul.launch(buffer, x, b, bias, gather=True, sender="programs", active_tokens=count)
         results["all_gather_matmul"] = product
         results["gathered"] = gathered.launch(buffer, tokens, count)
         results["matmul_reduce_scatter"] = matmul_reduce_scatter.launch(
@@ -60,31 +73,30 @@ class Kernels:
         return results
 
 
-def inputs(group: Group, problem: Problem, seed: int) -> tuple[torch.Tensor, ...]:
-    """x and a at capacity, b, and a bias that is the same on every rank."""
+def inputs(group: Group, problem: Problem, seed: int) -> Inputs:
     generator = torch.Generator().manual_seed(1000 * seed + group.rank)
     shapes = ((problem.rows, problem.k), (problem.rows * group.world_size, problem.k), (problem.k, problem.n))
     own = [torch.randn(shape, generator=generator) for shape in shapes]
     own.append(torch.randn(problem.n, generator=generator.manual_seed(seed)))
-    return tuple(tensor.to(group.device, problem.dtype) for tensor in own)
+    return Inputs(*(tensor.to(group.device, problem.dtype) for tensor in own))
 
 
 def check_against_host_count(
-    results: dict[str, torch.Tensor], plain: Kernels, given: tuple[torch.Tensor, ...], tokens: int, world_size: int
+    results: dict[str, torch.Tensor], plain: Kernels, given: Inputs, tokens: int, world_size: int
 ) -> None:
     """The bits of the same kernels at a count of the host's, and NaN, as memory was filled, past the active rows."""
-    x, a, b, bias = given
-    expected = plain(x[: tokens // world_size], a[:tokens], b, bias, None)
+    active = given._replace(x=given.x[: tokens // world_size], a=given.a[:tokens])
+    expected = plain(active, None)
     for name, result in results.items():
-        active = expected[name].shape[0]
-        assert torch.equal(result[:active], expected[name]), f"{name} at {tokens} tokens"
-        assert result[active:].isnan().all(), f"{name} wrote past {tokens} tokens"
+        rows = expected[name].shape[0]
+        assert torch.equal(result[:rows], expected[name]), f"{name} at {tokens} tokens"
+        assert result[rows:].isnan().all(), f"{name} wrote past {tokens} tokens"
 
 
-def poison(given: tuple[torch.Tensor, ...], tokens: int, world_size: int) -> None:
+def poison(given: Inputs, tokens: int, world_size: int) -> None:
     """NaN past the active rows of x and a."""
-    given[0][tokens // world_size :] = float("nan")
-    given[1][tokens:] = float("nan")
+    given.x[tokens // world_size :] = float("nan")
+    given.a[tokens:] = float("nan")
 
 
 def values(group: Group, problem: Problem, rows: list[int]) -> None:
@@ -98,7 +110,7 @@ def values(group: Group, problem: Problem, rows: list[int]) -> None:
         given = inputs(group, problem, seed)
         poison(given, tokens, group.world_size)
         count.fill_(tokens)
-        check_against_host_count(counted(*given, count), plain, given, tokens, group.world_size)
+        check_against_host_count(counted(given, count), plain, given, tokens, group.world_size)
         if seed == 0:
             specializations = to.specializations()
     assert to.specializations() == specializations
@@ -110,11 +122,11 @@ def graph(group: Group, problem: Problem, rows: list[int]) -> None:
     plain = Kernels(group, problem, device_count=False)
     count = torch.full((), group.world_size, dtype=torch.int32, device=group.device)
     static = inputs(group, problem, 0)
-    counted(*static, count)  # compiles
+    counted(static, count)  # compiles
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
-        results = counted(*static, count)
+        results = counted(static, count)
     specializations = to.specializations()
     for seed, rows_now in enumerate(rows):
         tokens = rows_now * group.world_size
@@ -139,7 +151,7 @@ def broken_rules(group: Group, cases: int = 4) -> None:
     counted, plain = (Kernels(group, problem, device_count=device_count) for device_count in (True, False))
     count = torch.full((), world_size, dtype=torch.int32, device=group.device)
     given = inputs(group, problem, 0)
-    counted(*given, count)
+    counted(given, count)
     allowed = f"0 < T <= {8 * world_size}, divisible by {world_size}"
     wrong = (0, -world_size, 9 * world_size, 4 * world_size + 1)
     for number, tokens in enumerate(wrong[: cases if world_size > 1 else 3]):
@@ -148,32 +160,29 @@ def broken_rules(group: Group, cases: int = 4) -> None:
         count.fill_(mine)
         group.barrier()  # a failure fails what a peer is still in, too
         with pytest.raises(to.CommError) as caught:
-            all_gather_matmul.launch(counted.gather_buffer, given[0], given[2], active_tokens=count)
-            group.check()
+            counted.once(given, count)
         assert isinstance(caught.value, to.ActiveCountError), caught.value
         assert f"read T = {tokens} on its device" in str(caught.value)
         assert allowed in str(caught.value)
         with pytest.raises(to.GroupBrokenError):
-            counted(*given, count)
+            counted(given, count)
         group.recover()
         for tokens_now in (8 * world_size, world_size):
             count.fill_(tokens_now)
-            check_against_host_count(counted(*given, count), plain, given, tokens_now, world_size)
+            check_against_host_count(counted(given, count), plain, given, tokens_now, world_size)
 
 
 def disagreement(group: Group) -> None:
     """Ranks that read different counts hear of it, all of them."""
-    buffer = group.user_buffer(8 * group.world_size, 32, torch.float32, device_count=True)
-    x, b = torch.ones(8, 32, device=group.device), torch.ones(32, 16, device=group.device)
+    problem = Problem(rows=8, k=32, n=16, dtype=torch.float32)
+    counted, given = Kernels(group, problem, device_count=True), inputs(group, problem, 0)
     tokens = (2 if group.rank == 0 else 3) * group.world_size
     count = torch.full((), tokens, dtype=torch.int32, device=group.device)
     with pytest.raises(to.CommMismatchError, match="T = "):
-        all_gather_matmul.launch(buffer, x, b, active_tokens=count)
-        group.check()
+        counted.once(given, count)
     group.recover()
     count.fill_(group.world_size)
-    all_gather_matmul.launch(buffer, x, b, active_tokens=count)
-    group.check()
+    counted.once(given, count)
 
 
 def graph_survives_recovery(group: Group) -> None:
@@ -183,11 +192,11 @@ def graph_survives_recovery(group: Group) -> None:
     counted, plain = (Kernels(group, problem, device_count=device_count) for device_count in (True, False))
     count = torch.full((), world_size, dtype=torch.int32, device=group.device)
     static = inputs(group, problem, 0)
-    counted(*static, count)
+    counted(static, count)
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
-        results = counted(*static, count)
+        results = counted(static, count)
     for _ in range(3):
         group.barrier()
         count.fill_(0 if group.rank == world_size - 1 else world_size)

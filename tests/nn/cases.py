@@ -60,8 +60,9 @@ def assert_module_close(what: str, actual: Tensor | None, single: Tensor, exact:
     """Every element near the float64 result and near what one process computes in ``dtype``.
 
     Both differ by rounding: all elements together may by one and a half times one process's own error, each by the
-    stated tolerance plus six times that. Triton's interpreter cuts bfloat16 off instead of rounding it, which is twice
-    the error at each step, and always of one sign: there it may be three times, and one cut more.
+    stated tolerance plus one and a half times the largest of one process's, which is the scale of the outliers where
+    few tokens make errors of very different size. Triton's interpreter cuts bfloat16 off instead of rounding it, which
+    is twice the error at each step, and always of one sign: there it may be three times, and one cut more.
     """
     assert actual is not None, f"{what} is None"
     assert actual.dtype == dtype, f"{what} is {actual.dtype}, not {dtype}"
@@ -69,10 +70,11 @@ def assert_module_close(what: str, actual: Tensor | None, single: Tensor, exact:
     cuts_off = dtype == torch.bfloat16 and actual.device.type == "cpu"
     factor, floor = (3.0, 2.0**-7) if cuts_off else (1.5, FLOOR[dtype])
     actual, single, exact = actual.detach().double(), single.detach().double(), exact.detach()
-    rounding = float((single - exact).square().mean().sqrt())
-    for name, expected in (("float64", exact), ("one process", single)):
+    rounding = float((single - exact).abs().max())
+    # Two results that are each off by as much may differ from each other by twice that.
+    for name, expected, share in (("float64", exact, 1), ("one process", single, 2)):
         difference = (actual - expected).abs()
-        excess = difference - (RTOL * expected.abs() + ATOL + 6 * factor * rounding)
+        excess = difference - (RTOL * expected.abs() + ATOL + share * factor * rounding)
         assert float(excess.max()) <= 0, (
             f"{what} differs from {name} by {float(difference.max()):.2e}, by {float(excess.max()):.2e} more than "
             f"allowed at {int((excess > 0).sum())} of {excess.numel()} elements; rounding is {rounding:.2e}"

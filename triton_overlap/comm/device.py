@@ -256,8 +256,8 @@ def open_call(buffer_ptr, task, epoch, rows, n, k, operation):
 
 @triton.jit
 def active_call(buffer_ptr, tokens_ptr, epoch, capacity, operation):
-    """The epoch of this call and the rows of a chunk: the host's ``epoch`` and ``capacity``, or, where ``tokens_ptr`` is
-    given, those on the device. Every program calls it, before ``open_call``.
+    """The epoch of this call and the rows of a chunk: the host's ``epoch`` and ``capacity``, or, where ``tokens_ptr``
+    is given, those on the device. Every program calls it, before ``open_call``.
 
     A token count that breaks a rule is reported as a failure of this rank, and the rows are 0.
     """

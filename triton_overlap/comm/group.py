@@ -145,12 +145,11 @@ class Group:
                 f"{self.name} is broken: {self.broken}. Call group.recover() on every rank", self.broken.record
             )
         self._raise_failure()
-        if self.device.type == "cuda":
-            if torch.cuda.current_device() != self.device.index:
-                raise ValueError(
-                    f"the current device must be the group's {self.device}, got cuda:{torch.cuda.current_device()}; "
-                    "call torch.cuda.set_device, or use torch.cuda.device around the call"
-                )
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
+            raise ValueError(
+                f"the current device must be the group's {self.device}, got cuda:{torch.cuda.current_device()}; "
+                "call torch.cuda.set_device, or use torch.cuda.device around the call"
+            )
         if self._capturing():
             if not capturable:
                 raise BackendError(

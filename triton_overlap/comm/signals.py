@@ -115,8 +115,8 @@ def error_for(record: FailureRecord, rank: int, timeout_s: float) -> CommError:
         )
     if record.kind == "count":
         return ActiveCountError(
-            f"{record.operation}: rank {record.rank} read {record.seen} on its device in epoch {record.epoch}, allowed: "
-            f"{record.expected}{told}; write an allowed count to active_tokens; {remedy}",
+            f"{record.operation}: rank {record.rank} read {record.seen} on its device in epoch {record.epoch}, "
+            f"allowed: {record.expected}{told}; write an allowed count to active_tokens; {remedy}",
             record,
         )
     return CommTimeoutError(

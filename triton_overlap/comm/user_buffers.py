@@ -117,9 +117,8 @@ class UserBuffer:
     ) -> None:
         group.before_call()
         # Compared before anything is judged: ranks that differ must all hear of it, also where one of them is wrong.
-        group.agree(
-            "capacity, dtype and device_count of a user buffer", (max_tokens, hidden, str(dtype), device_count)
-        )
+        kind = ("device_count",) if device_count else ()
+        group.agree("capacity and dtype of a user buffer", (max_tokens, hidden, str(dtype), *kind))
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
         if max_tokens <= 0 or hidden <= 0:
@@ -272,8 +271,7 @@ class UserBuffer:
             )
         if active_tokens.dtype != torch.int32 or active_tokens.numel() != 1:
             raise ValueError(
-                "active_tokens must be one torch.int32 element, got "
-                f"{active_tokens.dtype} {list(active_tokens.shape)}"
+                f"active_tokens must be one torch.int32 element, got {active_tokens.dtype} {list(active_tokens.shape)}"
             )
         if active_tokens.device != self.group.device:
             raise ValueError(f"active_tokens must be on {self.group.device}, got {active_tokens.device}; move it there")

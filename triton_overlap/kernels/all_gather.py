@@ -58,9 +58,7 @@ def all_gather_kernel(
         if task < pushes:
             peer = (rank + world_size - 1 - task // pieces) % world_size
             piece = task % pieces
-            push_piece(
-                buffer_ptr, x_ptr, peer, piece, rows_per_flag, rows, slot_rows, K, epoch, ALIGNED, COPY_BLOCK
-            )
+            push_piece(buffer_ptr, x_ptr, peer, piece, rows_per_flag, rows, slot_rows, K, epoch, ALIGNED, COPY_BLOCK)
         else:
             ok = wait_headers(buffer_ptr, checked, world_size, epoch, rows, 0, K, operation)
             checked = world_size

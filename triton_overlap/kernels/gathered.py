@@ -37,8 +37,8 @@ def copy_gathered_kernel(
     for block in range(tl.program_id(0).to(tl.int64), blocks * world_size, tl.num_programs(0)):
         chunk = block // blocks
         offset = block % blocks * BLOCK + lane
-        source_ptr = slot_ptr + chunk * slot_rows * K
-        tl.store(out_ptr + chunk * count + offset, tl.load(source_ptr + offset, mask=offset < count), mask=offset < count)
+        value = tl.load(slot_ptr + chunk * slot_rows * K + offset, mask=offset < count)
+        tl.store(out_ptr + chunk * count + offset, value, mask=offset < count)
     tl.debug_barrier()
     if failure_noticed(buffer_ptr) != 0:
         tl.debug_barrier()

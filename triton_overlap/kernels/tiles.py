@@ -97,9 +97,9 @@ def store_block(
 ):  # fmt: skip
     """Add the bias and store a [BLOCK_M, COLUMNS] block of a row-major [chunks, rows, N] output.
 
-    Nothing is stored at or past ``rows``: those rows belong to the next chunk, and to another program. The descriptor's
-    bounds see to that where the host knew ``rows`` (``HOST_COUNT``); else it covers the output as one chunk, and a block
-    that reaches past its chunk is stored without it.
+    Nothing is stored at or past ``rows``: those rows belong to the next chunk, and to another program. Where the host
+    knew ``rows`` (``HOST_COUNT``), the descriptor's bounds see to that; else it covers the output as one chunk, and a
+    block that reaches past its own is stored without it.
     """
     cols = col + tl.arange(0, COLUMNS)
     if bias_ptr is not None:

@@ -66,7 +66,9 @@ def weight_gradient_kernel(
     if tokens_ptr is not None:
         if steps * BLOCK_K < T:
             ts = steps * BLOCK_K + tl.arange(0, BLOCK_K)
-            acc = dot(_load_rows(a_ptr, stride_a, ts, T, ks, K).T, _load_rows(g_ptr, stride_g, ts, T, ns, N), acc, PRECISION)
+            a = _load_rows(a_ptr, stride_a, ts, T, ks, K)
+            g = _load_rows(g_ptr, stride_g, ts, T, ns, N)
+            acc = dot(a.T, g, acc, PRECISION)
     if BLOCK_N > MAX_STORE_COLUMNS:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = split_columns(acc, BLOCK_M, BLOCK_N)
