@@ -6,24 +6,37 @@ or distributed. Everything is differentiable by plain autograd, so float64 input
 ``torch.autograd.grad(outs, inputs, grad_outs)`` over all ranks at once is what the ranks' backward passes compute
 together.
 
+The token-wise operations see one rank's tensors, of active rows only: what stands past them has no effect to imitate.
+
 Letters: W ranks, T tokens, K the contracted dimension, N output features of one rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
+    "activation",
+    "add",
     "all_gather",
     "all_gather_matmul",
+    "column_sum",
+    "cross_entropy",
+    "gated_activation",
+    "layer_norm",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "relative_error",
     "replicated_matmul",
+    "rms_norm",
+    "rotary",
+    "rotary_qkv",
     "weight_gradient",
 ]
 
@@ -78,6 +91,65 @@ def weight_gradient(a: Tensor, g: Tensor, accumulate_into: Tensor | None = None)
     return product if accumulate_into is None else accumulate_into + product
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """``x`` [rows, hidden] less its row's mean, over its standard deviation, times ``weight`` plus ``bias``."""
+    centred = x - x.mean(dim=1, keepdim=True)
+    return _add_bias(centred * (centred.square().mean(dim=1, keepdim=True) + eps).rsqrt() * weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """``x`` [rows, hidden] over the root of its row's mean square, times ``weight`` [hidden]."""
+    return x * (x.square().mean(dim=1, keepdim=True) + eps).rsqrt() * weight
+
+
+def activation(x: Tensor, name: str) -> Tensor:
+    """``f(x)`` for the activation ``name``."""
+    return _FUNCTIONS[name](x)
+
+
+def gated_activation(gate_up: Tensor, name: str) -> Tensor:
+    """``f(gate) * up`` of ``gate_up`` [rows, 2 F], the gate first, for the gated activation ``name``."""
+    gate, up = gate_up.chunk(2, dim=1)
+    return _GATED_FUNCTIONS[name](gate) * up
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """``x + y``."""
+    return x + y
+
+
+def rotary(x: Tensor, angles: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Feature pairs (i, i + R/2) of ``x`` [T, heads, D] as complex numbers, turned by the angles of their position.
+
+    ``angles`` [positions, R]; ``cu_seqlens`` [documents + 1], where documents, and with them positions, start.
+    """
+    half = angles.shape[1] // 2
+    lengths = cu_seqlens.diff().tolist()
+    turns = torch.cat([angles[:length, :half] for length in lengths])[:, None, :].to(x.dtype)
+    pairs = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(torch.ones_like(turns), turns)
+    return torch.cat([pairs.real, pairs.imag, x[..., 2 * half :]], dim=-1)
+
+
+def rotary_qkv(qkv: Tensor, angles: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``qkv`` [T, G, H/G + 2, D] -> query [T, H, D] and key [T, G, D], turned if angles are given, value [T, G, D]."""
+    query, key, value = qkv[:, :, :-2].flatten(1, 2), qkv[:, :, -2], qkv[:, :, -1]
+    if angles is None:
+        return query, key, value
+    return rotary(query, angles, cu_seqlens), rotary(key, angles, cu_seqlens), value
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
+    """Sum over rows of ``-log softmax(logits)[label]``, or its mean over the labels that count; 0 where none does."""
+    counted = labels != ignore_index
+    losses = -logits[counted].log_softmax(dim=1).gather(1, labels[counted, None])
+    return losses.sum() / (max(1, int(counted.sum())) if reduction == "mean" else 1)
+
+
+def column_sum(x: Tensor) -> Tensor:
+    """``x`` [rows, N] -> [N]."""
+    return x.sum(dim=0)
+
+
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Frobenius norm of the difference over that of ``expected``, in float64 on the device of ``expected``.
 
@@ -108,3 +180,30 @@ def _sum_of_products(as_: Sequence[Tensor], bs: Sequence[Tensor]) -> Tensor:
     for a, b in zip(as_[1:], bs[1:], strict=True):
         total = total + a @ b
     return total
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": _gelu_tanh,
+    "gelu_exact": F.gelu,
+    "qgelu": _quick_gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "srelu": _squared_relu,
+}
+_GATED_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "geglu": _gelu_tanh,
+    "glu": torch.sigmoid,
+    "qgeglu": _quick_gelu,
+    "reglu": F.relu,
+    "sreglu": _squared_relu,
+    "swiglu": F.silu,
+}

@@ -34,6 +34,8 @@ def _argument_key(name: str, value: Any, specialise: bool) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         return (value.dtype, value.data_ptr() % 16 == 0) if specialise else (value.dtype,)
+    if isinstance(value, float):
+        return "fp32"
     if isinstance(value, TensorDescriptor):
         return ("descriptor", value.base.dtype, tuple(value.block_shape))
     if isinstance(value, int) and not isinstance(value, bool):

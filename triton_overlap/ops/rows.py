@@ -1,0 +1,79 @@
+"""What the token-wise operations check before they launch, all of it without reading device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_active_tokens", "check_device", "check_integers", "check_matrix", "check_same", "check_vector"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_active_tokens(operation: str, x: Tensor, active_tokens: Tensor | None, shards: int) -> None:
+    """ValueError unless the count is None, or one int32 on the device of ``x``, and ``shards`` is positive."""
+    if shards < 1:
+        raise ValueError(f"{operation}: shards, the ranks that tokens are split over, must be at least 1, got {shards}")
+    if active_tokens is None:
+        return
+    if active_tokens.dtype != torch.int32:
+        raise ValueError(f"{operation}: active_tokens must be torch.int32, got {active_tokens.dtype}; cast it")
+    if active_tokens.numel() != 1:
+        raise ValueError(
+            f"{operation}: active_tokens must have one element, the count of tokens, got {list(active_tokens.shape)}"
+        )
+    if active_tokens.device != x.device:
+        raise ValueError(
+            f"{operation}: active_tokens is on {active_tokens.device}, the operands are on {x.device}; move it there"
+        )
+
+
+def check_matrix(operation: str, name: str, x: Tensor, dimensions: Sequence[str] = ("rows", "columns")) -> None:
+    """ValueError unless ``x`` has the named dimensions, none of them empty, and a dtype that kernels take."""
+    if x.dim() != len(dimensions):
+        raise ValueError(
+            f"{operation}: {name} must be [{', '.join(dimensions)}], got {list(x.shape)}; flatten or unflatten it"
+        )
+    if x.numel() == 0:
+        raise ValueError(f"{operation}: {name} must not be empty, got {list(x.shape)}")
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"{operation}: {name} must be one of {', '.join(map(str, _DTYPES))}, got {x.dtype}")
+
+
+def check_vector(operation: str, name: str, vector: Tensor, x: Tensor) -> None:
+    """ValueError unless ``vector`` has an element for each column of ``x``, on its device, in a dtype kernels take."""
+    check_matrix(operation, name, vector, ("columns",))
+    _check_shape(operation, name, vector, x.shape[1:])
+    check_device(operation, name, vector, x)
+
+
+def check_same(operation: str, name: str, y: Tensor, x: Tensor, shape: Sequence[int] | None = None) -> None:
+    """ValueError unless ``y`` has the dtype and the device of ``x``, and its shape or ``shape``."""
+    _check_shape(operation, name, y, x.shape if shape is None else shape)
+    if y.dtype != x.dtype:
+        raise ValueError(f"{operation}: {name} is {y.dtype}, the other operand is {x.dtype}; cast one of them")
+    check_device(operation, name, y, x)
+
+
+def check_integers(
+    operation: str, name: str, y: Tensor, x: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[int] | None = None
+) -> None:
+    """ValueError unless ``y`` has one of ``dtypes``, the device of ``x``, and ``shape`` where given."""
+    if shape is not None:
+        _check_shape(operation, name, y, shape)
+    if y.dtype not in dtypes:
+        raise ValueError(f"{operation}: {name} must be {' or '.join(map(str, dtypes))}, got {y.dtype}")
+    check_device(operation, name, y, x)
+
+
+def _check_shape(operation: str, name: str, y: Tensor, shape: Sequence[int]) -> None:
+    if list(y.shape) != list(shape):
+        raise ValueError(f"{operation}: {name} must have shape {list(shape)}, got {list(y.shape)}")
+
+
+def check_device(operation: str, name: str, y: Tensor, x: Tensor) -> None:
+    """ValueError unless ``y`` is on the device of ``x``."""
+    if y.device != x.device:
+        raise ValueError(f"{operation}: {name} is on {y.device}, the other operands are on {x.device}; move it there")
