@@ -2,12 +2,14 @@
 
 Shapes, V classes::
 
-    forward    logits [rows, V], labels [rows]   ->  losses fp32 [rows] = lse - logits[label], 0 where ignored
-                                                     lse fp32 [rows] = log of the sum of exp over the classes
+    forward    logits [rows, V], labels [rows]   ->  normalizers fp32 [2, rows]: the largest logit m, and
+                                                         l = log of the sum over classes of exp(logits - m)
+                                                     losses fp32 [rows] = l - (logits[label] - m), 0 where ignored
                losses, labels                    ->  loss fp32 []  = scale * sum of losses
                                                      scale fp32 [] = 1 / number of labels that count, or 1
-    gradient   loss_grad [] * scale * (exp(logits - lse) - (class is the label)), 0 where ignored
+    gradient   loss_grad [] * scale * (exp(logits - m - l) - (class is the label)), 0 where ignored
 
+m and l are kept apart, since a sum of a large m and a small l would lose the digits of l.
 A row is walked in blocks of classes, with the sum rescaled when a larger maximum turns up. The sum over rows is one
 program's, in the rows' order, so it is bitwise reproducible. A label that is neither a class nor to be ignored makes
 the loss and its row's gradient NaN: a kernel cannot raise. Lower bound: forward reads the active rows' logits once,
@@ -29,10 +31,11 @@ _SUMMED = RowConfig(BLOCK_M=1024, BLOCK_N=1, num_warps=1 if INTERPRETED.value el
 
 @triton.jit(do_not_specialize=(*COUNTS, "ignore_index"))
 def cross_entropy_kernel(
-    logits_ptr, stride_logits, labels_ptr, losses_ptr, lse_ptr,
+    logits_ptr, stride_logits, labels_ptr, losses_ptr, normalizers_ptr,
     tokens_ptr, shards, rows, columns, ignore_index,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    log_totals_ptr = normalizers_ptr + rows
     rows = active_rows(tokens_ptr, shards, rows)
     for block in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0)):
         lanes, in_rows = block_rows(block, rows, BLOCK_M)
@@ -49,12 +52,13 @@ def cross_entropy_kernel(
             base = tl.where(larger == float("-inf"), 0.0, larger)
             total = total * tl.exp(largest - base) + tl.sum(tl.exp(logits - base[:, None]), axis=1)
             largest = larger
-        lse = largest + tl.log(tl.where(in_rows, total, 1.0))
+        log_total = tl.log(tl.where(in_rows, total, 1.0))
         label = tl.load(labels_ptr + lanes, mask=in_rows, other=0)
         is_class = in_rows & (label >= 0) & (label < columns)
         logit = tl.load(logits_ptr + lanes * stride_logits + label, mask=is_class, other=float("nan")).to(tl.float32)
-        tl.store(losses_ptr + lanes, tl.where(label == ignore_index, 0.0, lse - logit), mask=in_rows)
-        tl.store(lse_ptr + lanes, lse, mask=in_rows)
+        tl.store(losses_ptr + lanes, tl.where(label == ignore_index, 0.0, log_total - (logit - largest)), mask=in_rows)
+        tl.store(normalizers_ptr + lanes, largest, mask=in_rows)
+        tl.store(log_totals_ptr + lanes, log_total, mask=in_rows)
 
 
 @triton.jit(do_not_specialize=(*COUNTS, "ignore_index"))
@@ -80,19 +84,21 @@ def sum_losses_kernel(
 
 @triton.jit(do_not_specialize=(*COUNTS, "ignore_index", "loss_grad_ptr"))
 def cross_entropy_gradient_kernel(
-    loss_grad_ptr, scale_ptr, logits_ptr, stride_logits, labels_ptr, lse_ptr, grad_ptr,
+    loss_grad_ptr, scale_ptr, logits_ptr, stride_logits, labels_ptr, normalizers_ptr, grad_ptr,
     tokens_ptr, shards, rows, columns, ignore_index,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    log_totals_ptr = normalizers_ptr + rows
     rows = active_rows(tokens_ptr, shards, rows)
     loss_grad = tl.load(loss_grad_ptr).to(tl.float32) * tl.load(scale_ptr)
     for index in range(tl.program_id(0), tiles(rows, columns, BLOCK_M, BLOCK_N), tl.num_programs(0)):
         lanes, cols, mask = tile(index, rows, columns, BLOCK_M, BLOCK_N)
         in_rows = lanes < rows
         label = tl.load(labels_ptr + lanes, mask=in_rows, other=0)
-        lse = tl.load(lse_ptr + lanes, mask=in_rows, other=0.0)
+        largest = tl.load(normalizers_ptr + lanes, mask=in_rows, other=0.0)
+        log_total = tl.load(log_totals_ptr + lanes, mask=in_rows, other=0.0)
         logits = tl.load(logits_ptr + lanes * stride_logits + cols, mask=mask, other=0.0).to(tl.float32)
-        value = loss_grad * (tl.exp(logits - lse) - tl.where(cols == label, 1.0, 0.0))
+        value = loss_grad * (tl.exp(logits - largest - log_total) - tl.where(cols == label, 1.0, 0.0))
         value = tl.where((label >= 0) & (label < columns), value, float("nan"))
         value = tl.where(label == ignore_index, 0.0, value)
         tl.store(grad_ptr + lanes * columns + cols, value.to(grad_ptr.dtype.element_ty), mask=mask)
@@ -118,12 +124,12 @@ def launch(
         shards: see ``Rows``.
 
     Returns:
-        loss [], lse [rows] and scale [], fp32.
+        loss [], normalizers [2, rows] and scale [], fp32.
     """
     logits, labels = row_major(logits), labels.contiguous()
-    lse = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    losses = torch.empty_like(lse)
-    loss, scale = lse.new_empty(()), lse.new_empty(())
+    normalizers = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
+    losses = torch.empty_like(normalizers[0])
+    loss, scale = normalizers.new_empty(()), normalizers.new_empty(())
     rows = Rows.of(logits, active_tokens, shards)
     rows.launch(
         cross_entropy_kernel,
@@ -132,7 +138,7 @@ def launch(
         stride_logits=logits.stride(0),
         labels_ptr=labels,
         losses_ptr=losses,
-        lse_ptr=lse,
+        normalizers_ptr=normalizers,
         columns=logits.shape[1],
         ignore_index=ignore_index,
     )
@@ -147,7 +153,7 @@ def launch(
         ignore_index=ignore_index,
         MEAN=mean,
     )
-    return loss, lse, scale
+    return loss, normalizers, scale
 
 
 def launch_gradient(
@@ -155,14 +161,14 @@ def launch_gradient(
     logits: torch.Tensor,
     labels: torch.Tensor,
     ignore_index: int,
-    lse: torch.Tensor,
+    normalizers: torch.Tensor,
     scale: torch.Tensor,
     active_tokens: torch.Tensor | None = None,
     shards: int = 1,
 ) -> torch.Tensor:
     """The gradient of ``logits`` in the active rows of a fresh tensor.
 
-    ``loss_grad`` [] is that of the loss, ``lse`` and ``scale`` are from ``launch``, the rest is what it was given.
+    ``loss_grad`` [] is that of the loss, ``normalizers`` and ``scale`` are from ``launch``, the rest is what it was given.
     """
     logits, labels = row_major(logits), labels.contiguous()
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -174,7 +180,7 @@ def launch_gradient(
         logits_ptr=logits,
         stride_logits=logits.stride(0),
         labels_ptr=labels,
-        lse_ptr=lse,
+        normalizers_ptr=normalizers,
         grad_ptr=grad,
         columns=logits.shape[1],
         ignore_index=ignore_index,

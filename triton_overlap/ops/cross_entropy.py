@@ -3,9 +3,9 @@
 Shape ledger (C rows of room, of which T / shards are active; V classes)
     logits     [C, V]
     labels     [C]
-    forward    scale * sum of (lse - logits[label])       -> loss      []
+    forward    scale * sum of -log softmax(logits)[label] -> loss      []
     backward   dLoss * scale * (softmax - one-hot)        -> dLogits   [C, V]
-    saved      logits, labels, lse float32 [C], scale float32 [], the count
+    saved      logits, labels, normalizers float32 [2, C] (of the softmax), scale float32 [], the count
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REDUCTIONS = ("mean", "sum")
 def cross_entropy_op(
     logits: Tensor, labels: Tensor, ignore_index: int, reduction: str, active_tokens: Tensor | None, shards: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch.ops.triton_overlap.cross_entropy``: the loss, and what its gradient needs: lse [C] and scale []."""
+    """``torch.ops.triton_overlap.cross_entropy``: the loss, and what its gradient needs: normalizers [2, C] and scale []."""
     if reduction not in _REDUCTIONS:
         raise ValueError(f"{_NAME}: reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
     check_matrix(_NAME, "logits", logits, ("rows", "classes"))
@@ -44,8 +44,8 @@ def cross_entropy_op(
 def _fake(
     logits: Tensor, labels: Tensor, ignore_index: int, reduction: str, active_tokens: Tensor | None, shards: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lse = logits.new_empty((logits.shape[0],), dtype=torch.float32)
-    return lse.new_empty(()), lse, lse.new_empty(())
+    normalizers = logits.new_empty((2, logits.shape[0]), dtype=torch.float32)
+    return normalizers.new_empty(()), normalizers, normalizers.new_empty(())
 
 
 @torch.library.custom_op("triton_overlap::cross_entropy_backward", mutates_args=())
@@ -54,13 +54,15 @@ def cross_entropy_backward_op(
     logits: Tensor,
     labels: Tensor,
     ignore_index: int,
-    lse: Tensor,
+    normalizers: Tensor,
     scale: Tensor,
     active_tokens: Tensor | None,
     shards: int,
 ) -> Tensor:
     """``torch.ops.triton_overlap.cross_entropy_backward``: the gradient of ``logits``, fresh."""
-    return cross_entropy_kernel.launch_gradient(grad, logits, labels, ignore_index, lse, scale, active_tokens, shards)
+    return cross_entropy_kernel.launch_gradient(
+        grad, logits, labels, ignore_index, normalizers, scale, active_tokens, shards
+    )
 
 
 @cross_entropy_backward_op.register_fake
@@ -69,7 +71,7 @@ def _backward_fake(
     logits: Tensor,
     labels: Tensor,
     ignore_index: int,
-    lse: Tensor,
+    normalizers: Tensor,
     scale: Tensor,
     active_tokens: Tensor | None,
     shards: int,
@@ -79,19 +81,19 @@ def _backward_fake(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     logits, labels, ctx.ignore_index, _, active_tokens, ctx.shards = inputs
-    _, lse, scale = output
+    _, normalizers, scale = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(lse, scale)
-    ctx.save_for_backward(logits, labels, lse, scale, active_tokens)
+    ctx.mark_non_differentiable(normalizers, scale)
+    ctx.save_for_backward(logits, labels, normalizers, scale, active_tokens)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     refuse_double_backward(_NAME)
-    logits, labels, lse, scale, active_tokens = ctx.saved_tensors
+    logits, labels, normalizers, scale, active_tokens = ctx.saved_tensors
     logits_grad: Tensor | None = None
     if grad is not None:
         logits_grad = torch.ops.triton_overlap.cross_entropy_backward(
-            grad, logits, labels, ctx.ignore_index, lse, scale, active_tokens, ctx.shards
+            grad, logits, labels, ctx.ignore_index, normalizers, scale, active_tokens, ctx.shards
         )
     return logits_grad, None, None, None, None, None
 
