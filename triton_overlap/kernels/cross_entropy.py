@@ -168,7 +168,7 @@ def launch_gradient(
 ) -> torch.Tensor:
     """The gradient of ``logits`` in the active rows of a fresh tensor.
 
-    ``loss_grad`` [] is that of the loss, ``normalizers`` and ``scale`` are from ``launch``, the rest is what it was given.
+    ``loss_grad`` [] is that of the loss, ``normalizers`` and ``scale`` are what ``launch`` returned.
     """
     logits, labels = row_major(logits), labels.contiguous()
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)

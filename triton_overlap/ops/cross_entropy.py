@@ -29,7 +29,7 @@ _REDUCTIONS = ("mean", "sum")
 def cross_entropy_op(
     logits: Tensor, labels: Tensor, ignore_index: int, reduction: str, active_tokens: Tensor | None, shards: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch.ops.triton_overlap.cross_entropy``: the loss, and what its gradient needs: normalizers [2, C] and scale []."""
+    """``torch.ops.triton_overlap.cross_entropy``: the loss, normalizers [2, C] and scale []."""
     if reduction not in _REDUCTIONS:
         raise ValueError(f"{_NAME}: reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
     check_matrix(_NAME, "logits", logits, ("rows", "classes"))
