@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+
+from tests.kernels.compiling import VECTOR_LOAD, compiled
+from triton_overlap.kernels import activation, add, column_sum, cross_entropy, layer_norm, rotary
 
 ROWS = (1, 2, 16, 127, 128)  # 1, multiples of 16, and neither
 #: Columns: rows on 16 bytes, and not.
@@ -27,14 +26,9 @@ def _counts(capacity: int, every: bool) -> Iterator[tuple[torch.Tensor | None, i
     yield several[1], 2
 
 
-def _drive(dtype_name: str, columns: int, every: bool) -> dict[str, Any]:
-    """Runs in the child process; ``every``: all activations, and launches without a count."""
-    from tests.kernels.compiling import Compiler
-    from triton_overlap.kernels import activation, add, column_sum, cross_entropy, layer_norm, rotary, rows
-
-    compiler = Compiler()
-    rows.launch_kernel = compiler  # type: ignore[attr-defined]
-    dtype = getattr(torch, dtype_name)
+def drive(dtype_name: str, sizes: str, every: bool) -> None:
+    """``every``: all activations, and launches without a count."""
+    dtype, columns = getattr(torch, dtype_name), COLUMNS[sizes]
     weight, angles = torch.zeros(columns, dtype=dtype), torch.zeros(64, 32)
     for count in ROWS:
         x, wide = torch.zeros(count, columns, dtype=dtype), torch.zeros(count, 2 * columns, dtype=dtype)
@@ -63,38 +57,9 @@ def _drive(dtype_name: str, columns: int, every: bool) -> dict[str, Any]:
                 rotary.launch_into(
                     torch.empty_like(qkv), qkv, turn, cu_seqlens, inverse=inverse, active_tokens=active_tokens
                 )
-    return {
-        "keys": {name: len(keys) for name, keys in compiler.keys.items()},
-        "ours": {name: len(keys) for name, keys in compiler.own_keys.items()},
-        # The slow path of cos and sin, for angles that are no positions, has a table on the stack.
-        "spills": [name for name, b in compiler.binaries if "st.local" in b.asm["ptx"] and name != "rotary_kernel"],
-        "vectors": sorted({name for name, b in compiler.binaries if "ld.global.v4" in b.asm["ptx"]}),
-    }
 
 
-@pytest.mark.parametrize(
-    ("dtype", "sizes", "every"),
-    [
-        ("bfloat16", "aligned", False),
-        pytest.param("bfloat16", "unaligned", True, marks=pytest.mark.long),
-        pytest.param("float16", "aligned", True, marks=pytest.mark.long),
-        pytest.param("float32", "aligned", True, marks=pytest.mark.long),
-    ],
-)
-def test_one_compilation_serves_every_row_count(dtype: str, sizes: str, every: bool) -> None:
-    child = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"from tests.kernels.test_compile_rows import main; main({dtype!r}, {sizes!r}, {every})",
-        ],
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert child.returncode == 0, child.stderr[-4000:]
-    report = json.loads(child.stdout.splitlines()[-1])
+def expected(every: bool) -> dict[str, int]:
     functions = len(FUNCTIONS) if every else 1
     choices = {  # what a caller may choose; a row count is not among it
         "add_kernel": 1,
@@ -109,13 +74,21 @@ def test_one_compilation_serves_every_row_count(dtype: str, sizes: str, every: b
         "cross_entropy_gradient_kernel": 1,
         "rotary_kernel": 3,  # turned either way, or copied
     }
-    expected = {name: count * (2 if every else 1) for name, count in choices.items()}  # with a count and without
-    assert report["keys"] == expected
-    assert report["ours"] == expected, "what specializations() counts is what Triton compiles"
-    assert not report["spills"]
+    return {name: count * (2 if every else 1) for name, count in choices.items()}  # with a count and without
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "every"),
+    [
+        ("bfloat16", "aligned", False),
+        pytest.param("bfloat16", "unaligned", True, marks=pytest.mark.long),
+        pytest.param("float16", "aligned", True, marks=pytest.mark.long),
+        pytest.param("float32", "aligned", True, marks=pytest.mark.long),
+    ],
+)
+def test_one_compilation_serves_every_row_count(dtype: str, sizes: str, every: bool) -> None:
+    found = compiled(drive, dtype, sizes, every)
+    # The slow path of cos and sin, for angles that no position has, keeps a table on the stack.
+    found.check(expected(every), stack={"rotary_kernel"})
     if sizes == "aligned":
-        assert set(report["vectors"]) >= set(expected) - {"sum_losses_kernel"}, "16 bytes a load"
-
-
-def main(dtype: str, sizes: str, every: bool) -> None:
-    print(json.dumps(_drive(dtype, COLUMNS[sizes], every)))
+        assert found.having(VECTOR_LOAD) >= set(expected(every)) - {"sum_losses_kernel"}, "16 bytes a load"

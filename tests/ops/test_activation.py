@@ -30,8 +30,8 @@ def test_gelu_far_from_zero(approximate: str) -> None:
     x = torch.tensor([[-200.0, -40.0, -9.0, -0.0, 0.0, 9.0, 40.0, 200.0]], requires_grad=True)
     out, expected = to.gelu(x, approximate), F.gelu(x, approximate=approximate)
     assert_close("gelu", out, expected, torch.float32)
-    grads = [torch.autograd.grad(y.sum(), x)[0] for y in (out, expected)]
-    assert_close("gradient", *grads, torch.float32)
+    got, right = (torch.autograd.grad(y.sum(), x)[0] for y in (out, expected))
+    assert_close("gradient", got, right, torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, under the interpreter

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from tests.ops.row_operations import (
     count_of,
     no_new_specializations,
 )
+from triton_overlap import reference
 from triton_overlap.ops.rows import check_active_tokens
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -81,6 +84,34 @@ def test_one_graph_serves_every_count(operation: Operation, dtype: torch.dtype) 
                 assert_equal(f"{operation} replayed at {rows} rows", value, right)
 
 
+def _page_examples() -> list[str]:
+    page = Path(__file__).parents[2] / "docs" / "device_count.md"
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_example_of_the_page(device: str) -> None:
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"device": device}
+    step, capture = _page_examples()
+    exec(step, names)
+    if device == "cuda":
+        exec(capture, names)  # ends with a replay of the last batch, of 40 rows
+        replayed = (names["loss"], *names["gradients"])
+    else:
+        names["load"](torch.randn(40, 48), torch.arange(40))
+        loss, gradients = names["step"]()
+        replayed = (loss, *gradients)
+    rows = {name: names[name][:40].detach() for name in ("x", "labels")}
+    w1, w2, w3 = (names[name].detach() for name in ("w1", "w2", "w3"))
+    x, scale = rows["x"].requires_grad_(), names["scale"].detach().requires_grad_()
+    y = reference.gated_activation(reference.rms_norm(x, scale) @ w1, "swiglu") @ w2 + x
+    loss = reference.cross_entropy(y @ w3, rows["labels"])
+    expected = (loss, *torch.autograd.grad(loss, [x, scale]))
+    for got, right in zip(replayed, expected, strict=True):
+        torch.testing.assert_close(got[:40] if got.dim() == 2 else got, right, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_rows(device: str) -> None:
     nothing = torch.zeros(1, dtype=torch.int32, device=device)  # a vector of one will do
@@ -107,12 +138,15 @@ def test_counts_that_do_not_fit(operation: Operation) -> None:
     bad: list[tuple[dict[str, Any], str]] = [
         ({"active_tokens": torch.tensor(3)}, r"active_tokens must be torch\.int32, got torch\.int64"),
         ({"active_tokens": torch.ones(2, dtype=torch.int32)}, r"one element.*got \[2\]"),
+        ({"active_tokens": torch.ones((), dtype=torch.int32, device="meta")}, "active_tokens must hold data"),
     ]
     if operation.sharded:
         bad.append(({"shards": 0}, "at least 1, got 0"))
     for wrong, message in bad:
         with pytest.raises(ValueError, match=message):
             operation.function(*inputs, **{**keywords, **wrong})
+    with pytest.raises(TypeError, match=r"active_tokens must be a torch\.Tensor or None, got 3"):
+        operation.function(*inputs, **{**keywords, "active_tokens": 3})
 
 
 def test_count_on_another_device() -> None:

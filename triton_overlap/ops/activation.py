@@ -18,7 +18,7 @@ from torch import Tensor
 from ..kernels import activation as activation_kernel
 from ..kernels.activation import FUNCTIONS, GATED_FUNCTIONS
 from .rows import check_active_tokens, check_matrix, check_same
-from .validation import refuse_double_backward
+from .validation import check_optional_tensors, check_tensors, refuse_double_backward
 
 __all__ = ["activation", "activation_op", "gated_activation", "gelu", "swiglu"]
 
@@ -105,8 +105,11 @@ def activation(x: Tensor, name: str, *, active_tokens: Tensor | None = None, sha
         [C, F] in the dtype of ``x``, fresh; rows past the active ones are uninitialised memory.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: the name is unknown; shape, dtype or device do not fit.
     """
+    check_tensors("activation", x=x)
+    check_optional_tensors("activation", active_tokens=active_tokens)
     out: Tensor = torch.ops.triton_overlap.activation(x, name, False, active_tokens, shards)
     return out
 
@@ -126,8 +129,11 @@ def gated_activation(gate_up: Tensor, name: str, *, active_tokens: Tensor | None
         [C, F] in the dtype of ``gate_up``, fresh; rows past the active ones are uninitialised memory.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: the name is unknown; shape, dtype or device do not fit.
     """
+    check_tensors("gated_activation", gate_up=gate_up)
+    check_optional_tensors("gated_activation", active_tokens=active_tokens)
     out: Tensor = torch.ops.triton_overlap.activation(gate_up, name, True, active_tokens, shards)
     return out
 
@@ -136,6 +142,7 @@ def gelu(x: Tensor, approximate: str = "tanh", *, active_tokens: Tensor | None =
     """``activation`` with GELU: ``approximate`` is "tanh", TransformerEngine's, or "none", as in torch.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: ``approximate`` is neither; shape, dtype or device do not fit.
     """
     if approximate not in _GELU_NAMES:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..kernels import add as add_kernel
 from .rows import check_active_tokens, check_matrix, check_same
+from .validation import check_optional_tensors, check_tensors
 
 __all__ = ["add", "add_op", "fork"]
 
@@ -76,8 +77,11 @@ def add(x: Tensor, y: Tensor, *, active_tokens: Tensor | None = None, shards: in
         [C, hidden] in the dtype of ``x``, fresh; rows past the active ones are uninitialised memory.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: shapes, dtypes or devices do not fit.
     """
+    check_tensors(_NAME, x=x, y=y)
+    check_optional_tensors(_NAME, active_tokens=active_tokens)
     out: Tensor = torch.ops.triton_overlap.add(x, y, active_tokens, shards)
     return out
 
@@ -96,8 +100,11 @@ def fork(x: Tensor, *, active_tokens: Tensor | None = None, shards: int = 1) -> 
         Two views of ``x``.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: shapes, dtypes or devices do not fit.
     """
+    check_tensors("fork", x=x)
+    check_optional_tensors("fork", active_tokens=active_tokens)
     if not torch.compiler.is_compiling():  # no symbolic size gets a guard from checks; ``add`` checks in backward
         check_matrix("fork", "x", x)
         check_active_tokens("fork", x, active_tokens, shards)

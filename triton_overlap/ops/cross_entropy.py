@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels import cross_entropy as cross_entropy_kernel
 from .rows import check_active_tokens, check_integers, check_matrix
-from .validation import refuse_double_backward
+from .validation import check_optional_tensors, check_tensors, refuse_double_backward
 
 __all__ = ["cross_entropy", "cross_entropy_op"]
 
@@ -130,8 +130,11 @@ def cross_entropy(
         float32, no dimensions. Rows of the gradient past the active ones are uninitialised memory.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: shapes, dtypes, devices or ``reduction`` do not fit.
     """
+    check_tensors(_NAME, logits=logits, labels=labels)
+    check_optional_tensors(_NAME, active_tokens=active_tokens)
     loss: Tensor = torch.ops.triton_overlap.cross_entropy(
         logits, labels, ignore_index, reduction, active_tokens, shards
     )[0]

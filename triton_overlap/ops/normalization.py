@@ -19,7 +19,7 @@ from torch import Tensor
 from ..kernels import layer_norm as layer_norm_kernel
 from ..kernels.layer_norm import Statistics
 from .rows import check_active_tokens, check_matrix, check_same, check_vector
-from .validation import refuse_double_backward
+from .validation import check_optional_tensors, check_tensors, refuse_double_backward
 
 __all__ = ["layer_norm", "layer_norm_op", "rms_norm", "rms_norm_op"]
 
@@ -159,7 +159,7 @@ def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 def _rms_norm_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     refuse_double_backward("rms_norm")
-    x_grad, weight_grad, _ = _gradients(ctx, grad, [*ctx.needs_input_grad[:2], False])
+    x_grad, weight_grad, _bias_grad = _gradients(ctx, grad, [*ctx.needs_input_grad[:2], False])
     return x_grad, weight_grad, None, None, None
 
 
@@ -192,8 +192,11 @@ def layer_norm(
         [C, hidden] in the dtype of ``x``, fresh; rows past the active ones are uninitialised memory.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: shapes, dtypes or devices do not fit.
     """
+    check_tensors("layer_norm", x=x, weight=weight)
+    check_optional_tensors("layer_norm", bias=bias, active_tokens=active_tokens)
     out: Tensor = torch.ops.triton_overlap.layer_norm(x, weight, bias, eps, active_tokens, shards)[0]
     return out
 
@@ -206,7 +209,10 @@ def rms_norm(
     Everything as in ``layer_norm``, but for the bias; ``eps`` is added to the mean square.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: shapes, dtypes or devices do not fit.
     """
+    check_tensors("rms_norm", x=x, weight=weight)
+    check_optional_tensors("rms_norm", active_tokens=active_tokens)
     out: Tensor = torch.ops.triton_overlap.rms_norm(x, weight, eps, active_tokens, shards)[0]
     return out

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels import rotary as rotary_kernel
 from .rows import check_active_tokens, check_device, check_integers, check_matrix
-from .validation import refuse_double_backward
+from .validation import check_optional_tensors, check_tensors, refuse_double_backward
 
 __all__ = ["rotary", "rotary_op", "rotary_qkv", "rotary_qkv_op"]
 
@@ -200,8 +200,11 @@ def rotary(
         [C, heads, D] in the dtype of ``x``, fresh; rows past the active ones are uninitialised memory.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: shapes, dtypes or devices do not fit.
     """
+    check_tensors("rotary", x=x, angles=angles)
+    check_optional_tensors("rotary", cu_seqlens=cu_seqlens, active_tokens=active_tokens)
     out: Tensor = torch.ops.triton_overlap.rotary(x, _as_table(angles), cu_seqlens, active_tokens, False)
     return out
 
@@ -224,8 +227,11 @@ def rotary_qkv(
         query [C, H, D], key [C, G, D] and value [C, G, D], fresh; rows past the active ones are uninitialised memory.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: shapes, dtypes or devices do not fit.
     """
+    check_tensors("rotary_qkv", qkv=qkv)
+    check_optional_tensors("rotary_qkv", angles=angles, cu_seqlens=cu_seqlens, active_tokens=active_tokens)
     table = None if angles is None else _as_table(angles)
     query, key, value = torch.ops.triton_overlap.rotary_qkv(qkv, table, cu_seqlens, active_tokens)
     return query, key, value

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .validation import check_dense
+
 __all__ = ["check_active_tokens", "check_device", "check_integers", "check_matrix", "check_same", "check_vector"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -36,10 +38,11 @@ def check_matrix(operation: str, name: str, x: Tensor, dimensions: Sequence[str]
         raise ValueError(
             f"{operation}: {name} must be [{', '.join(dimensions)}], got {list(x.shape)}; flatten or unflatten it"
         )
+    check_dense(operation, name, x)
     if x.numel() == 0:
         raise ValueError(f"{operation}: {name} must not be empty, got {list(x.shape)}")
     if x.dtype not in _DTYPES:
-        raise ValueError(f"{operation}: {name} must be one of {', '.join(map(str, _DTYPES))}, got {x.dtype}")
+        raise ValueError(f"{operation}: {name} must be one of {', '.join(map(str, _DTYPES))}, got {x.dtype}; cast it")
 
 
 def check_vector(operation: str, name: str, vector: Tensor, x: Tensor) -> None:
