@@ -94,3 +94,43 @@ def test_relative_error() -> None:
     assert reference.relative_error(torch.ones(2), torch.zeros(2)) > 1e100
     with pytest.raises(ValueError, match="shapes differ"):
         reference.relative_error(expected, expected[:1])
+
+
+def test_norms_are_torch_s() -> None:
+    x, weight, bias = _draw(ROWS, K)[0], _draw(K, seed=1)[0], _draw(K, seed=2)[0]
+    functional = torch.nn.functional
+    torch.testing.assert_close(
+        reference.layer_norm(x, weight, bias, 1e-3), functional.layer_norm(x, [K], weight, bias, 1e-3)
+    )
+    torch.testing.assert_close(reference.rms_norm(x, weight, 1e-3), functional.rms_norm(x, [K], weight, 1e-3))
+
+
+def test_rotary_turns_pairs_by_the_position_in_the_document() -> None:
+    x = _draw(5, 2, 6)[0]
+    angles = torch.tensor([[0.0, 0.0], [0.3, 0.3], [0.6, 0.6]], dtype=torch.float64)
+    out = reference.rotary(x, angles, torch.tensor([0, 3, 5]))
+    for token, position in enumerate((0, 1, 2, 0, 1)):
+        cos, sin = math.cos(0.3 * position), math.sin(0.3 * position)
+        for head in range(2):
+            first, second, *rest = x[token, head].tolist()
+            expected = [first * cos - second * sin, second * cos + first * sin, *rest]
+            assert out[token, head].tolist() == pytest.approx(expected)
+
+
+def test_rotary_qkv_takes_heads_group_by_group() -> None:
+    groups, heads = 2, 3
+    qkv = torch.arange(groups * (heads + 2.0)).view(1, groups, heads + 2, 1)
+    query, key, value = reference.rotary_qkv(qkv, None, torch.tensor([0, 1]))
+    assert (query.flatten().tolist(), key.flatten().tolist(), value.flatten().tolist()) == (
+        [0, 1, 2, 5, 6, 7],
+        [3, 8],
+        [4, 9],
+    )
+
+
+def test_cross_entropy_is_torch_s_where_a_label_counts() -> None:
+    logits, labels = _draw(4, K)[0], torch.tensor([2, -100, 0, 4])
+    for reduction in ("mean", "sum"):
+        expected = torch.nn.functional.cross_entropy(logits, labels, reduction=reduction)
+        torch.testing.assert_close(reference.cross_entropy(logits, labels, reduction=reduction), expected)
+    assert float(reference.cross_entropy(logits.detach(), torch.full((4,), -100))) == 0

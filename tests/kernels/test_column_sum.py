@@ -23,9 +23,9 @@ def test_active_rows_only(rows: int, dtype: torch.dtype) -> None:
 
 def test_wide_and_strided() -> None:
     x = torch.randn(3, 5000)
-    torch.testing.assert_close(column_sum.launch(x), x.sum(dim=0))
-    for view in (x[:, 7:40], x[:, ::2], x.t(), x[:1].expand(9, -1)):
-        torch.testing.assert_close(column_sum.launch(view), view.sum(dim=0))
+    for view in (x, x[:, 7:40], x[:, ::2], x.t(), x[:1].expand(9, -1)):
+        out = column_sum.launch(view)
+        assert reference.relative_error(out, reference.column_sum(view.double())) < TOLERANCE[torch.float32]
 
 
 def test_counts_beyond_the_capacity_are_cut_to_it() -> None:
