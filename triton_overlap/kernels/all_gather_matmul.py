@@ -44,9 +44,10 @@ from ..comm.signals import Operation, operation_code
 from ..comm.user_buffers import Call, UserBuffer
 from . import config as _config
 from .config import TileConfig, rows_per_piece, tile_config
+from .epilogue import Epilogue, finish_gated_tile, finish_tile
 from .launching import launch_kernel
 from .operands import StoredB, chunk_descriptor, contiguous_rows, gemm_arguments, use_descriptors
-from .tiles import MAX_STORE_COLUMNS, matmul_tile, push_piece, slot_chunks, split_columns, store_block, tile_position
+from .tiles import matmul_tile, matmul_tile_pair, push_piece, slot_chunks, tile_position
 
 FLAG_LANES = tl.constexpr(_config.FLAG_LANES)
 
@@ -57,32 +58,19 @@ COPY_ENGINE_ROWS = 512
 COPY_ENGINE_BYTES = 32 * 1024 * 1024
 
 
-@triton.jit
-def _store_tile(
-    out_desc, out_ptr, bias_ptr, acc, chunk, row, rows, col, N,
-    HOST_COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    if BLOCK_N > MAX_STORE_COLUMNS:
-        HALF: tl.constexpr = BLOCK_N // 2
-        left, right = split_columns(acc, BLOCK_M, BLOCK_N)
-        store_block(out_desc, out_ptr, bias_ptr, left, chunk, row, rows, col, N, HOST_COUNT, BLOCK_M, HALF)
-        store_block(out_desc, out_ptr, bias_ptr, right, chunk, row, rows, col + HALF, N, HOST_COUNT, BLOCK_M, HALF)
-    else:
-        store_block(out_desc, out_ptr, bias_ptr, acc, chunk, row, rows, col, N, HOST_COUNT, BLOCK_M, BLOCK_N)
-
-
 @triton.jit(do_not_specialize=["epoch", "rows", "slot_rows", "rows_per_flag", "pushes", "operation"])
 def all_gather_matmul_kernel(
     buffer_ptr, tokens_ptr,  # int64 table of the user buffer; int32 T on the device, or None: T is W * rows
     x_ptr, x_desc, slot_desc,  # own chunk [1, rows, K], and the slot [W, slot_rows, K], or with tokens_ptr both
     b_ptr, b_desc, stride_b,  # [K, N], or [N, K] with B_K_MAJOR
-    out_ptr, out_desc, bias_ptr,  # [W, rows, N] row-major, or with tokens_ptr [1, W * rows, N]; [N] or None
+    out_ptr, out_desc,  # [W, rows, N] row-major, or with tokens_ptr [1, W * rows, N]; with GATED [.., N / 2]
+    product_ptr, bias_ptr,  # [T, N], the product before the activation, and [N], or None
     epoch, rows, slot_rows, rows_per_flag,
     pushes,  # peers to push to, plus 1 for the own slot, or 0
     operation, N, K,
     PRECISION: tl.constexpr, B_K_MAJOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    COPY_BLOCK: tl.constexpr,
+    COPY_BLOCK: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     rank = tl.load(buffer_ptr + RANK).to(tl.int32)
     world_size = tl.load(buffer_ptr + WORLD_SIZE).to(tl.int32)
@@ -91,7 +79,9 @@ def all_gather_matmul_kernel(
     slot_start, first_chunk = slot_chunks(buffer_ptr, tokens_ptr, epoch)
     slot_ptr = slot_start.to(x_ptr.dtype)
     tiles_m = tl.cdiv(rows, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # of the output, in a tile
+    out_columns = N // 2 if GATED else N
+    tiles_n = tl.cdiv(out_columns, COLUMNS)
     tiles = tiles_m * tiles_n
     pieces = tl.cdiv(rows, rows_per_flag)
     total = world_size * tiles + pushes * pieces
@@ -121,7 +111,7 @@ def all_gather_matmul_kernel(
         else:
             tile_m, tile_n = tile_position(index - piece, tiles_m, tiles_n, GROUP_M)
             row = tile_m * BLOCK_M
-            col = tile_n * BLOCK_N
+            col = tile_n * COLUMNS
             source = (rank + phase) % world_size
             if phase > 0:
                 # Agreement on T first: it says which flags there are to wait for.
@@ -140,16 +130,29 @@ def all_gather_matmul_kernel(
                     a_desc, a_ptr, chunk, chunk_rows = x_desc, x_ptr, source * 0, capacity
                 else:
                     a_desc, a_ptr, chunk, chunk_rows = slot_desc, slot_ptr, first_chunk + source, slot_rows
-                acc = matmul_tile(
-                    a_desc, a_ptr, b_desc, b_ptr, stride_b, chunk, row, chunk_rows, col, N, K,
-                    PRECISION, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-                _store_tile(
-                    out_desc, out_ptr, bias_ptr, acc, source, row, rows, col, N, tokens_ptr is None, BLOCK_M, BLOCK_N
-                )
+                if GATED:
+                    gate, up = matmul_tile_pair(
+                        a_desc, a_ptr, b_desc, b_ptr, stride_b, chunk, row, chunk_rows, col, out_columns + col, N, K,
+                        PRECISION, B_K_MAJOR, BLOCK_M, COLUMNS, BLOCK_K,
+                    )  # fmt: skip
+                    finish_gated_tile(
+                        out_desc, out_ptr, product_ptr, bias_ptr, gate, up, source, row, rows, col, N,
+                        FUNCTION, tokens_ptr is None, BLOCK_M, COLUMNS,
+                    )  # fmt: skip
+                else:
+                    acc = matmul_tile(
+                        a_desc, a_ptr, b_desc, b_ptr, stride_b, chunk, row, chunk_rows, col, N, K,
+                        PRECISION, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K,
+                    )  # fmt: skip
+                    finish_tile(
+                        out_desc, out_ptr, product_ptr, bias_ptr, acc, source, row, rows, col, N,
+                        FUNCTION, tokens_ptr is None, BLOCK_M, BLOCK_N,
+                    )  # fmt: skip
         task = claim_task(buffer_ptr)
     if end_call(buffer_ptr, tokens_ptr, ok, checked, epoch, rows, N, K, operation) == 2:
-        poison(out_ptr, capacity.to(tl.int64) * world_size * N, COPY_BLOCK)
+        poison(out_ptr, capacity.to(tl.int64) * world_size * out_columns, COPY_BLOCK)
+        if product_ptr is not None:
+            poison(product_ptr, capacity.to(tl.int64) * world_size * N, COPY_BLOCK)
 
 
 def _send_by_copy_engine(copies: CopyStream, buffer: UserBuffer, call: Call, x: torch.Tensor, block_m: int) -> int:
@@ -179,10 +182,11 @@ def launch(
     *,
     active_tokens: torch.Tensor | None = None,
     gather: bool = False,
+    epilogue: Epilogue | None = None,
     sender: str = "auto",
     config: TileConfig | None = None,
 ) -> torch.Tensor:
-    """``concat(x of every rank) @ b + bias`` as a fresh [T, N] tensor.
+    """``concat(x of every rank) @ b + bias``, or its activation, as a fresh [T, N] tensor, [T, N/2] where it is gated.
 
     Args:
         buffer: symmetric memory with hidden size K and the dtype of ``x``.
@@ -192,6 +196,7 @@ def launch(
         active_tokens: int32 scalar on the device, for a buffer that counts there: T, up to the rows of ``x`` times W.
             Rows past the active ones are neither read, with any effect, nor written.
         gather: leave the gathered rows, the own ones included, in ``buffer.gathered(T)`` until the buffer's next call.
+        epilogue: an activation of the product.
         sender: ``"programs"`` push from inside the kernel, ``"copy_engine"`` sends beside it, ``"auto"`` takes the
             copy engine of a GPU where the chunk is long enough to pay for its hand-over.
         config: tile sizes; by default those for N, K and the dtype.
@@ -203,7 +208,8 @@ def launch(
     tokens = rows * world_size
     stored_b = StoredB.of(b)
     config = config or tile_config(x.dtype, b.shape[1], k, interpreted=group.backend.interpreted)
-    out = torch.empty(tokens, b.shape[1], dtype=x.dtype, device=x.device)
+    gated = epilogue is not None and epilogue.gated
+    out = torch.empty(tokens, b.shape[1] // 2 if gated else b.shape[1], dtype=x.dtype, device=x.device)
     copies = group.backend.copies if world_size > 1 else None
     if sender == "programs" or (sender == "auto" and (group.backend.interpreted or rows < COPY_ENGINE_ROWS)):
         copies = None
@@ -220,6 +226,7 @@ def launch(
             pushes = 0
             if gather:
                 slot[rank * rows : (rank + 1) * rows].copy_(x)
+        out_rows = rows if active_tokens is None else tokens
         descriptors = use_descriptors(config, x, stored_b.matrix, out)  # the slot is aligned, and has the rows of x
         try:
             launch_kernel(
@@ -231,6 +238,7 @@ def launch(
                 x_ptr=x,
                 x_desc=chunk_descriptor(x, rows, [config.BLOCK_M, config.BLOCK_K], descriptors),
                 slot_desc=chunk_descriptor(slot, slot_rows, [config.BLOCK_M, config.BLOCK_K], descriptors),
+                product_ptr=None if epilogue is None else epilogue.product,
                 bias_ptr=None if bias is None else bias.contiguous(),
                 epoch=call.epoch,
                 rows=rows,
@@ -238,7 +246,9 @@ def launch(
                 rows_per_flag=rows_per_flag,
                 pushes=pushes,
                 operation=operation_code(Operation.ALL_GATHER_MATMUL, x.dtype),
-                **gemm_arguments(config, stored_b, out, tokens if active_tokens is not None else rows, descriptors),
+                FUNCTION=None if epilogue is None else epilogue.function,
+                GATED=gated,
+                **gemm_arguments(config, stored_b, out, out_rows, descriptors, paired=gated),
             )
         finally:
             if copies is not None:  # also where the launch raised: the copies still read x

@@ -131,7 +131,8 @@ def _add_partials(
 
 @triton.jit
 def _store_own(
-    out_desc, out_ptr, bias_ptr, slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr, acc, row, rows, col, N,
+    out_desc, out_ptr, bias_ptr, residual_ptr, slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr,
+    acc, row, rows, col, N,
     HOST_COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     if BLOCK_N > MAX_STORE_COLUMNS:
@@ -140,16 +141,18 @@ def _store_own(
         left = _add_partials(
             left, slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr, row, rows, col, N, BLOCK_M, HALF
         )
-        store_block(out_desc, out_ptr, bias_ptr, left, 0, row, rows, col, N, HOST_COUNT, BLOCK_M, HALF)
+        store_block(out_desc, out_ptr, bias_ptr, residual_ptr, left, 0, row, rows, col, N, HOST_COUNT, BLOCK_M, HALF)
         right = _add_partials(
             right, slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr, row, rows, col + HALF, N, BLOCK_M, HALF
         )
-        store_block(out_desc, out_ptr, bias_ptr, right, 0, row, rows, col + HALF, N, HOST_COUNT, BLOCK_M, HALF)
+        store_block(
+            out_desc, out_ptr, bias_ptr, residual_ptr, right, 0, row, rows, col + HALF, N, HOST_COUNT, BLOCK_M, HALF
+        )
     else:
         acc = _add_partials(
             acc, slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr, row, rows, col, N, BLOCK_M, BLOCK_N
         )
-        store_block(out_desc, out_ptr, bias_ptr, acc, 0, row, rows, col, N, HOST_COUNT, BLOCK_M, BLOCK_N)
+        store_block(out_desc, out_ptr, bias_ptr, residual_ptr, acc, 0, row, rows, col, N, HOST_COUNT, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -172,7 +175,7 @@ def matmul_reduce_scatter_kernel(
     slot_desc,  # the slot [W, slot_rows, N], or with tokens_ptr both
     a_ptr, a_desc,  # [1, T, K]
     b_ptr, b_desc, stride_b,  # [K, N], or [N, K] with B_K_MAJOR
-    out_ptr, out_desc, bias_ptr,  # [rows, N] row-major, and [N] or None
+    out_ptr, out_desc, bias_ptr, residual_ptr,  # [rows, N] row-major; [N], or None; [rows, N], or None
     epoch, rows, slot_rows, delay, operation, N, K,
     PRECISION: tl.constexpr, B_K_MAJOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
@@ -239,7 +242,8 @@ def matmul_reduce_scatter_kernel(
                         ok = wait_flags(buffer_ptr, own_flags, tile, 1, epoch, operation, AT_DATA, source, 1)
                 if ok == 1:
                     _store_own(
-                        out_desc, out_ptr, bias_ptr, slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr,
+                        out_desc, out_ptr, bias_ptr, residual_ptr,
+                        slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr,
                         acc, row, rows, col, N, tokens_ptr is None, BLOCK_M, BLOCK_N,
                     )  # fmt: skip
         task = claim_task(buffer_ptr)
@@ -253,16 +257,18 @@ def launch(
     b: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    residual: torch.Tensor | None = None,
     active_tokens: torch.Tensor | None = None,
     config: TileConfig | None = None,
 ) -> torch.Tensor:
-    """This rank's chunk of ``sum over ranks of a @ b``, plus ``bias``, as a fresh [T/W, N] tensor.
+    """This rank's chunk of ``sum over ranks of a @ b``, plus ``bias`` and ``residual``, as a fresh [T/W, N] tensor.
 
     Args:
         buffer: symmetric memory with hidden size N and the dtype of ``a``.
         a: [T, K].
         b: [K, N].
         bias: [N] or None; added once, after the reduction.
+        residual: [T/W, N] or None; added in fp32 before the one rounding.
         active_tokens: int32 scalar on the device, for a buffer that counts there: T, up to the rows of ``a``. Rows past
             the active ones are neither read, with any effect, nor written.
         config: tile sizes; by default those for N, K and the dtype.
@@ -287,6 +293,7 @@ def launch(
             a_ptr=a,
             a_desc=chunk_descriptor(a, tokens, [config.BLOCK_M, config.BLOCK_K], descriptors),
             bias_ptr=None if bias is None else bias.contiguous(),
+            residual_ptr=None if residual is None else contiguous_rows(residual),
             epoch=call.epoch,
             rows=rows,
             slot_rows=slot_rows,

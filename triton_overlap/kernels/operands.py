@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .config import TileConfig
+from .config import MAX_STORE_COLUMNS, TileConfig
 
 
 def input_precision(dtype: torch.dtype) -> str:
@@ -61,8 +61,9 @@ class StoredB:
             return cls(b.t(), True)
         return cls(b.contiguous(), False)
 
-    def block(self, config: TileConfig) -> list[int]:
-        return [config.BLOCK_N, config.BLOCK_K] if self.k_major else [config.BLOCK_K, config.BLOCK_N]
+    def block(self, config: TileConfig, columns: int) -> list[int]:
+        """A block of ``columns`` columns, as ``matrix`` has them."""
+        return [columns, config.BLOCK_K] if self.k_major else [config.BLOCK_K, columns]
 
 
 def use_descriptors(config: TileConfig, *matrices: torch.Tensor) -> bool:
@@ -99,15 +100,21 @@ def chunk_descriptor(matrix: torch.Tensor, rows: int, block: list[int], wanted: 
     return _new_descriptor(matrix, shape, [rows * columns, columns, 1], [1, *block])
 
 
-def gemm_arguments(config: TileConfig, b: StoredB, out: torch.Tensor, rows: int, descriptors: bool) -> dict[str, Any]:
-    """The kernel arguments for B, the output as chunks of ``rows``, and the tile sizes."""
+def gemm_arguments(
+    config: TileConfig, b: StoredB, out: torch.Tensor, rows: int, descriptors: bool, *, paired: bool = False
+) -> dict[str, Any]:
+    """The kernel arguments for B, the output as chunks of ``rows``, and the tile sizes.
+
+    ``paired``: a tile takes half as many columns in each of two places of B, and stores as many.
+    """
     k, n = b.matrix.shape[::-1] if b.k_major else b.matrix.shape
+    columns = config.BLOCK_N // 2 if paired else config.BLOCK_N
     return {
         "b_ptr": b.matrix,
-        "b_desc": descriptor(b.matrix, b.block(config), descriptors),
+        "b_desc": descriptor(b.matrix, b.block(config, columns), descriptors),
         "stride_b": b.matrix.stride(0),
         "out_ptr": out,
-        "out_desc": chunk_descriptor(out, rows, [config.BLOCK_M, config.store_columns], descriptors),
+        "out_desc": chunk_descriptor(out, rows, [config.BLOCK_M, min(columns, MAX_STORE_COLUMNS)], descriptors),
         "N": n,
         "K": k,
         "PRECISION": input_precision(out.dtype),

@@ -37,6 +37,41 @@ def slot_chunks(buffer_ptr, tokens_ptr, epoch):
 
 
 @triton.jit
+def _rows_of_a(
+    a_desc, a_ptr, chunk, row, chunk_rows, start, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_K] of A, from (``row``, ``start``) of a chunk."""
+    if a_desc is not None:
+        return a_desc.load([chunk, row, start]).reshape(BLOCK_M, BLOCK_K)
+    else:
+        lanes = row + tl.arange(0, BLOCK_M)
+        ks = start + tl.arange(0, BLOCK_K).to(tl.int64)
+        pointers = a_ptr + (chunk * chunk_rows + lanes).to(tl.int64)[:, None] * K + ks[None, :]
+        return tl.load(pointers, mask=(lanes < chunk_rows)[:, None] & (ks < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _columns_of_b(
+    b_desc, b_ptr, stride_b, start, col, N, K,
+    B_K_MAJOR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_K, BLOCK_N] of B, from (``start``, ``col``)."""
+    if b_desc is not None:
+        if B_K_MAJOR:
+            return b_desc.load([col, start]).T
+        else:
+            return b_desc.load([start, col])
+    else:
+        cols = col + tl.arange(0, BLOCK_N)
+        ks = start + tl.arange(0, BLOCK_K).to(tl.int64)
+        stride_bk, stride_bn = stride_b, 1
+        if B_K_MAJOR:
+            stride_bk, stride_bn = 1, stride_b
+        pointers = b_ptr + cols.to(tl.int64)[None, :] * stride_bn + ks[:, None] * stride_bk
+        return tl.load(pointers, mask=(cols < N)[None, :] & (ks < K)[:, None], other=0.0)
+
+
+@triton.jit
 def matmul_tile(
     a_desc, a_ptr, b_desc, b_ptr, stride_b, chunk, row, chunk_rows, col, N, K,
     PRECISION: tl.constexpr, B_K_MAJOR: tl.constexpr,
@@ -48,29 +83,31 @@ def matmul_tile(
     [K, N], or stored [N, K] with ``B_K_MAJOR``. Through descriptors where given, else through pointers.
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if a_desc is not None:
-        for step in range(tl.cdiv(K, BLOCK_K)):
-            a = a_desc.load([chunk, row, step * BLOCK_K]).reshape(BLOCK_M, BLOCK_K)
-            if B_K_MAJOR:
-                b = b_desc.load([col, step * BLOCK_K]).T
-            else:
-                b = b_desc.load([step * BLOCK_K, col])
-            acc = dot(a, b, acc, PRECISION)
-    else:
-        lanes = row + tl.arange(0, BLOCK_M)
-        cols = col + tl.arange(0, BLOCK_N)
-        ks = tl.arange(0, BLOCK_K)
-        stride_bk, stride_bn = stride_b, 1
-        if B_K_MAJOR:
-            stride_bk, stride_bn = 1, stride_b
-        a_rows = a_ptr + (chunk * chunk_rows + lanes).to(tl.int64)[:, None] * K
-        b_cols = b_ptr + cols.to(tl.int64)[None, :] * stride_bn
-        for step in range(tl.cdiv(K, BLOCK_K)):
-            k = step * BLOCK_K + ks.to(tl.int64)
-            a = tl.load(a_rows + k[None, :], mask=(lanes < chunk_rows)[:, None] & (k < K)[None, :], other=0.0)
-            b = tl.load(b_cols + k[:, None] * stride_bk, mask=(cols < N)[None, :] & (k < K)[:, None], other=0.0)
-            acc = dot(a, b, acc, PRECISION)
+    for step in range(tl.cdiv(K, BLOCK_K)):
+        start = step * BLOCK_K
+        a = _rows_of_a(a_desc, a_ptr, chunk, row, chunk_rows, start, K, BLOCK_M, BLOCK_K)
+        b = _columns_of_b(b_desc, b_ptr, stride_b, start, col, N, K, B_K_MAJOR, BLOCK_N, BLOCK_K)
+        acc = dot(a, b, acc, PRECISION)
     return acc
+
+
+@triton.jit
+def matmul_tile_pair(
+    a_desc, a_ptr, b_desc, b_ptr, stride_b, chunk, row, chunk_rows, col, second_col, N, K,
+    PRECISION: tl.constexpr, B_K_MAJOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As ``matmul_tile``, of the two tiles at ``col`` and ``second_col``, with one pass over A."""
+    first = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    second = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(tl.cdiv(K, BLOCK_K)):
+        start = step * BLOCK_K
+        a = _rows_of_a(a_desc, a_ptr, chunk, row, chunk_rows, start, K, BLOCK_M, BLOCK_K)
+        b = _columns_of_b(b_desc, b_ptr, stride_b, start, col, N, K, B_K_MAJOR, BLOCK_N, BLOCK_K)
+        first = dot(a, b, first, PRECISION)
+        b = _columns_of_b(b_desc, b_ptr, stride_b, start, second_col, N, K, B_K_MAJOR, BLOCK_N, BLOCK_K)
+        second = dot(a, b, second, PRECISION)
+    return first, second
 
 
 @triton.jit
@@ -92,10 +129,10 @@ def split_columns(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def store_block(
-    out_desc, out_ptr, bias_ptr, value, chunk, row, rows, col, N,
+    out_desc, out_ptr, bias_ptr, residual_ptr, value, chunk, row, rows, col, N,
     HOST_COUNT: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add the bias and store a [BLOCK_M, COLUMNS] block of a row-major [chunks, rows, N] output.
+    """Add bias and residual, and store a [BLOCK_M, COLUMNS] block of a row-major [chunks, rows, N] output.
 
     Nothing is stored at or past ``rows``: those rows belong to the next chunk, and to another program. Where the host
     knew ``rows`` (``HOST_COUNT``), the descriptor's bounds see to that; else it covers the output as one chunk, and a
@@ -104,6 +141,10 @@ def store_block(
     cols = col + tl.arange(0, COLUMNS)
     if bias_ptr is not None:
         value += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    if residual_ptr is not None:
+        lanes = row + tl.arange(0, BLOCK_M)
+        pointers = residual_ptr + (chunk * rows + lanes).to(tl.int64)[:, None] * N + cols[None, :]
+        value += tl.load(pointers, mask=(lanes < rows)[:, None] & (cols < N)[None, :], other=0.0).to(tl.float32)
     value = value.to(out_ptr.dtype.element_ty)
     if out_desc is not None:
         if HOST_COUNT:
