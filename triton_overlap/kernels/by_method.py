@@ -22,17 +22,18 @@ def all_gather_matmul(
     *,
     gather: bool = False,
     method: Method,
+    active_tokens: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """``concat(x of every rank) @ b + bias`` for each b, then with ``gather`` the gathered rows: [T/W, K] and [K, N_i]
-    -> [T, N_i] .., [T, K], all fresh."""
+    -> [T, N_i] .., [T, K], all fresh. With ``active_tokens`` one b, by the fused method."""
     if method.name == "ring_exchange":
         return ring_exchange.all_gather_matmul(buffer, x, bs, biases, gather=gather, method=method)
     if method.name == "nccl":
         return collective.all_gather_matmul(buffer, x, bs, biases, gather=gather, method=method)
     needs_gathered = gather or len(bs) > 1
-    outs = [fused_all_gather.launch(buffer, x, bs[0], biases[0], gather=needs_gathered)]
+    outs = [fused_all_gather.launch(buffer, x, bs[0], biases[0], gather=needs_gathered, active_tokens=active_tokens)]
     if needs_gathered:
-        rows = gathered.launch(buffer, outs[0].shape[0])
+        rows = gathered.launch(buffer, outs[0].shape[0], active_tokens)
         for b, bias in zip(bs[1:], biases[1:], strict=True):
             outs.append(x.new_empty((rows.shape[0], b.shape[1])))
             multiply_into(outs[-1], rows, b, bias)
@@ -48,12 +49,14 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     *,
     method: Method,
+    active_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """This rank's chunk of ``sum over ranks of a @ b``, plus ``bias``: [T, K] and [K, N] -> [T/W, N], fresh."""
+    """This rank's chunk of ``sum over ranks of a @ b``, plus ``bias``: [T, K] and [K, N] -> [T/W, N], fresh. With
+    ``active_tokens`` by the fused method."""
     if method.name == "ring_exchange":
         return ring_exchange.matmul_reduce_scatter(buffer, a, b, bias, method=method)
     if method.name == "pipeline":
         return pipeline.matmul_reduce_scatter(buffer, a, b, bias, method=method)
     if method.name == "nccl":
         return collective.matmul_reduce_scatter(buffer, a, b, bias, method=method)
-    return fused_reduce_scatter.launch(buffer, a, b, bias)
+    return fused_reduce_scatter.launch(buffer, a, b, bias, active_tokens=active_tokens)

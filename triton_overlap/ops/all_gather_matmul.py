@@ -8,7 +8,8 @@ Shape ledger (W ranks, K the buffer's hidden size, b_i any number of right opera
     dgrad      reduce_scatter([dOut_0 | dOut_1 ..] @ [b_0 | b_1 ..]^T) -> dA [T/W, K], one call on the same buffer
     wgrad      gathered^T @ dOut_i                        -> dB_i      [K, N_i], local
     bias       sum over rows of dOut_i, in float32        -> dBias_i   [N_i], local
-    saved      b_i, and gathered where a b_i wants a gradient
+    saved      b_i, gathered where a b_i wants a gradient, and the count where it is on the device: T then, of the rows
+               that a_shard and out have room for
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def all_gather_matmul_op(
     buffer: str,
     gather: bool,
     method: str,
+    active_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``torch.ops.triton_overlap.all_gather_matmul``: the operation without conveniences.
 
@@ -66,11 +68,12 @@ def all_gather_matmul_op(
         buffer: handle of a user buffer with hidden size K.
         gather: also return the gathered rows. Without them, backward gathers again if b wants a gradient.
         method: see ``all_gather_matmul``.
+        active_tokens: int32 scalar on the device, or None.
 
     Returns:
         [T, N], and the gathered rows [T, K] where ``gather``, else [0, K]; both fresh.
     """
-    outs = _forward(a_shard, [b], [bias], [main_grad], buffer, gather, method)
+    outs = _forward(a_shard, [b], [bias], [main_grad], buffer, gather, method, active_tokens)
     return outs[0], outs[1] if gather else a_shard.new_empty((0, a_shard.shape[1]))
 
 
@@ -83,6 +86,7 @@ def _fake(
     buffer: str,
     gather: bool,
     method: str,
+    active_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     tokens = a_shard.shape[0] * world_size_of(buffer)
     return a_shard.new_empty((tokens, b.shape[1])), a_shard.new_empty((tokens if gather else 0, a_shard.shape[1]))
@@ -145,20 +149,23 @@ def _forward(
     buffer: str,
     gather: bool,
     method: str,
+    active_tokens: Tensor | None = None,
 ) -> list[Tensor]:
     """What both operators compute: [T, N_i] for each b, then the gathered rows where ``gather``."""
     user_buffer = user_buffer_by_handle(buffer)
-    by = check_method(_NAME, user_buffer, method)
+    by = check_method(_NAME, user_buffer, method, active_tokens)
     check_activation(_NAME, user_buffer, "a_shard", a_shard, is_shard=True, is_hidden=True)
     for b, bias, main_grad in zip(bs, biases, main_grads, strict=True):
         check_right_operand(_NAME, user_buffer, b, bias, main_grad, a_shard.shape[1])
-    return by_method.all_gather_matmul(user_buffer, a_shard, bs, biases, gather=gather, method=by)
+    return by_method.all_gather_matmul(
+        user_buffer, a_shard, bs, biases, gather=gather, method=by, active_tokens=active_tokens
+    )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    a_shard, b, _, main_grad, buffer, gather, method = inputs
+    a_shard, b, _, main_grad, buffer, gather, method, active_tokens = inputs
     rows = output[1] if gather else a_shard
-    _save(ctx, [b], [main_grad], rows if ctx.needs_input_grad[1] else None, buffer, gather, method)
+    _save(ctx, [b], [main_grad], rows if ctx.needs_input_grad[1] else None, buffer, gather, method, active_tokens)
 
 
 def _backward(ctx: Any, out_grad: Tensor | None, gathered_grad: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -166,7 +173,7 @@ def _backward(ctx: Any, out_grad: Tensor | None, gathered_grad: Tensor | None) -
     a_grad, (b_grad,), (bias_grad,) = _gradients(
         ctx, needs_a, [needs_b], [needs_bias], [out_grad], gathered_grad if ctx.gather else None
     )
-    return a_grad, b_grad, bias_grad, None, None, None, None
+    return a_grad, b_grad, bias_grad, None, None, None, None, None
 
 
 def _several_setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -200,13 +207,15 @@ def _save(
     buffer: str,
     gather: bool,
     method: str,
+    active_tokens: Tensor | None = None,
 ) -> None:
     """Keep what ``_gradients`` needs; ``rows`` are the gathered ones, or the shard to gather again, or None."""
     ctx.set_materialize_grads(False)
     ctx.buffer, ctx.gather, ctx.method = buffer, gather, method
     # Not through save_for_backward: other microbatches add to it between this forward and its backward.
     ctx.main_grads = main_grads
-    ctx.save_for_backward(*bs, *([] if rows is None else [rows]))
+    # The count is: should somebody write another to it before this forward's backward, autograd says so.
+    ctx.save_for_backward(active_tokens, *bs, *([] if rows is None else [rows]))
 
 
 def _gradients(
@@ -220,9 +229,11 @@ def _gradients(
     """Of the shard, of each b and of each bias; None where nobody asks or nothing came in."""
     refuse_double_backward(_NAME)
     count = len(ctx.main_grads)
-    saved = ctx.saved_tensors  # once: each access unpacks, which under checkpointing may happen only once
+    active_tokens, *saved = ctx.saved_tensors  # once: each access unpacks; under checkpointing it may happen only once
     bs, rows = saved[:count], saved[count:]
-    a_grad = _shard_gradient(bs, out_grads, gathered_grad, ctx.buffer, ctx.method) if needs_a else None
+    a_grad: Tensor | None = None
+    if needs_a:
+        a_grad = _shard_gradient(bs, out_grads, gathered_grad, ctx.buffer, ctx.method, active_tokens)
     b_grads: list[Tensor | None] = [None] * count
     bias_grads: list[Tensor | None] = [None] * count
     gathered: Tensor | None = None
@@ -231,29 +242,36 @@ def _gradients(
             continue
         if needs_bs[i]:
             if gathered is None:
-                gathered = rows[0] if ctx.gather else torch.ops.triton_overlap.all_gather(rows[0], ctx.buffer)
-            b_grads[i] = weight_gradient(gathered, out_grad, bs[i], ctx.main_grads[i])
+                gathered = rows[0]
+                if not ctx.gather:
+                    gathered = torch.ops.triton_overlap.all_gather(gathered, ctx.buffer, active_tokens)
+            b_grads[i] = weight_gradient(gathered, out_grad, bs[i], ctx.main_grads[i], active_tokens)
         if needs_biases[i]:
-            bias_grads[i] = bias_gradient(out_grad)
+            bias_grads[i] = bias_gradient(out_grad, active_tokens)
     return a_grad, b_grads, bias_grads
 
 
 def _shard_gradient(
-    bs: Sequence[Tensor], out_grads: Sequence[Tensor | None], gathered_grad: Tensor | None, buffer: str, method: str
+    bs: Sequence[Tensor],
+    out_grads: Sequence[Tensor | None],
+    gathered_grad: Tensor | None,
+    buffer: str,
+    method: str,
+    active_tokens: Tensor | None,
 ) -> Tensor | None:
     """[T/W, K]: the ranks' sum of ``sum_i out_grads[i] @ bs[i]^T``, one fused call, and of ``gathered_grad``."""
     grads = [grad for grad in out_grads if grad is not None]
     weights = [b for b, grad in zip(bs, out_grads, strict=True) if grad is not None]
     out: Tensor | None = None
     if gathered_grad is not None:
-        out = torch.ops.triton_overlap.reduce_scatter(gathered_grad, buffer)
+        out = torch.ops.triton_overlap.reduce_scatter(gathered_grad, buffer, active_tokens)
     if not grads:
         return out
     # Side by side along N they are one product, accumulated in float32 over all of them.
     grad = grads[0] if len(grads) == 1 else torch.cat(grads, dim=1)
     weight = weights[0] if len(weights) == 1 else torch.cat(weights, dim=1)
     product: Tensor = torch.ops.triton_overlap.matmul_reduce_scatter(
-        grad, weight.transpose(0, 1), None, None, buffer, reduce_method(method)
+        grad, weight.transpose(0, 1), None, None, buffer, reduce_method(method), active_tokens
     )
     return product if out is None else out + product
 
@@ -272,6 +290,7 @@ def all_gather_matmul(
     method: str | Method = ...,
     return_gathered: Literal[False] = ...,
     main_grad: Tensor | None = ...,
+    active_tokens: Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -285,6 +304,7 @@ def all_gather_matmul(
     method: str | Method = ...,
     return_gathered: Literal[True],
     main_grad: Tensor | None = ...,
+    active_tokens: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -323,6 +343,7 @@ def all_gather_matmul(
     method: str | Method = "fused",
     return_gathered: bool = False,
     main_grad: Tensor | Sequence[Tensor | None] | None = None,
+    active_tokens: Tensor | None = None,
 ) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
     """Gather every rank's rows and multiply them by this rank's ``b``: ``gather(a_shard) @ b + bias``.
 
@@ -340,6 +361,8 @@ def all_gather_matmul(
         return_gathered: also return the gathered rows, differentiable as well.
         main_grad: float32 [K, N], any strides, or one (or None) for each of several ``b``. Backward adds the weight
             gradient to it, and ``b`` gets no gradient of its own.
+        active_tokens: T on the device, for a buffer with ``device_count``; see docs/device_count.md. With one ``b``, by
+            the fused method.
 
     Returns:
         [T, N], rank 0's rows first, or a list of them for several ``b``; with ``return_gathered`` a pair of that and
@@ -355,6 +378,7 @@ def all_gather_matmul(
     handle, text = handle_of(_NAME, buffer), text_of(_NAME, method)
     check_tensors(_NAME, a_shard=a_shard)
     check_switch(_NAME, "return_gathered", return_gathered)
+    check_optional_tensors(_NAME, active_tokens=active_tokens)
     if isinstance(b, Tensor):
         bias, main_grad = refuse_list(_NAME, "bias", bias), refuse_list(_NAME, "main_grad", main_grad)
         check_tensors(_NAME, b=b)
@@ -364,10 +388,15 @@ def all_gather_matmul(
         out: Tensor
         gathered: Tensor
         out, gathered = torch.ops.triton_overlap.all_gather_matmul(
-            a_cast, b_cast, bias_cast, main_grad, handle, gather, text
+            a_cast, b_cast, bias_cast, main_grad, handle, gather, text, active_tokens
         )
         return (out, gathered) if return_gathered else out
 
+    if active_tokens is not None:
+        raise NotImplementedError(
+            f"{_NAME}: several b cannot share a gather whose count is on the device; concatenate them along N and "
+            "split the product"
+        )
     bs = listed_tensors(_NAME, "b", b)
     biases = listed_optional_tensors(_NAME, "bias", bias, len(bs))
     main_grads = listed_optional_tensors(_NAME, "main_grad", main_grad, len(bs))

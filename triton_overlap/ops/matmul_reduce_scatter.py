@@ -8,7 +8,8 @@ Shape ledger (W ranks, N the buffer's hidden size)
     gathered   gather(dOut)                                            [T, N] for the two below
     wgrad      a^T @ gathered                             -> dB        [K, N], local
     bias       sum over rows of gathered, in float32      -> dBias     [N], the full gradient on every rank
-    saved      a where b wants a gradient, b
+    saved      a where b wants a gradient, b, and the count where it is on the device: T then, of the rows that a and
+               out have room for
 """
 
 from __future__ import annotations
@@ -40,7 +41,13 @@ _NAME = "matmul_reduce_scatter"
 
 @torch.library.custom_op("triton_overlap::matmul_reduce_scatter", mutates_args=())
 def matmul_reduce_scatter_op(
-    a: Tensor, b: Tensor, bias: Tensor | None, main_grad: Tensor | None, buffer: str, method: str
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    main_grad: Tensor | None,
+    buffer: str,
+    method: str,
+    active_tokens: Tensor | None = None,
 ) -> Tensor:
     """``torch.ops.triton_overlap.matmul_reduce_scatter``: the operation without conveniences.
 
@@ -51,17 +58,26 @@ def matmul_reduce_scatter_op(
         main_grad: float32 [K, N] or None. Backward adds the weight gradient to it and returns none for b.
         buffer: handle of a user buffer with hidden size N.
         method: see ``matmul_reduce_scatter``.
+        active_tokens: int32 scalar on the device, or None.
 
     Returns:
         [T/W, N], fresh.
     """
     user_buffer = user_buffer_by_handle(buffer)
-    _, by = check_reduced_product(_NAME, user_buffer, a, b, bias, main_grad, method)
-    return by_method.matmul_reduce_scatter(user_buffer, a, b, bias, method=by)
+    _, by = check_reduced_product(_NAME, user_buffer, a, b, bias, main_grad, method, active_tokens)
+    return by_method.matmul_reduce_scatter(user_buffer, a, b, bias, method=by, active_tokens=active_tokens)
 
 
 @matmul_reduce_scatter_op.register_fake
-def _fake(a: Tensor, b: Tensor, bias: Tensor | None, main_grad: Tensor | None, buffer: str, method: str) -> Tensor:
+def _fake(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    main_grad: Tensor | None,
+    buffer: str,
+    method: str,
+    active_tokens: Tensor | None = None,
+) -> Tensor:
     return a.new_empty((a.shape[0] // world_size_of(buffer), b.shape[1]))
 
 
@@ -81,11 +97,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             ctx.buffer,
             needs_gathered,
             gather_method(ctx.method),
+            saved[1],
         )
     elif needs_gathered:
-        gathered = torch.ops.triton_overlap.all_gather(grad, ctx.buffer)
+        gathered = torch.ops.triton_overlap.all_gather(grad, ctx.buffer, saved[1])
     b_grad, bias_grad = (None, None) if gathered is None else local_gradients(ctx, saved, gathered)
-    return a_grad, b_grad, bias_grad, None, None, None
+    return a_grad, b_grad, bias_grad, None, None, None, None
 
 
 matmul_reduce_scatter_op.register_autograd(_backward, setup_context=save_product)
@@ -99,6 +116,7 @@ def matmul_reduce_scatter(
     bias: Tensor | None = None,
     method: str | Method = "fused",
     main_grad: Tensor | None = None,
+    active_tokens: Tensor | None = None,
 ) -> Tensor:
     """Multiply, sum over the ranks and keep this rank's rows: rows of ``sum over ranks of a @ b``, plus ``bias``.
 
@@ -116,6 +134,8 @@ def matmul_reduce_scatter(
             with options; see docs/methods.md. Backward takes the same one, and ring exchange after ``"pipeline"``.
         main_grad: float32 [K, N], any strides. Backward adds the weight gradient to it, and ``b`` gets no gradient of
             its own.
+        active_tokens: T on the device, for a buffer with ``device_count``; see docs/device_count.md. By the fused
+            method.
 
     Returns:
         [T/W, N]: rank r gets rows ``[r*T/W, (r+1)*T/W)``, in a fresh tensor.
@@ -129,7 +149,9 @@ def matmul_reduce_scatter(
     """
     handle, text = handle_of(_NAME, buffer), text_of(_NAME, method)
     check_tensors(_NAME, a=a, b=b)
-    check_optional_tensors(_NAME, bias=bias, main_grad=main_grad)
+    check_optional_tensors(_NAME, bias=bias, main_grad=main_grad, active_tokens=active_tokens)
     a_cast, b_cast, bias_cast = autocast_operands(a, b, bias)
-    out: Tensor = torch.ops.triton_overlap.matmul_reduce_scatter(a_cast, b_cast, bias_cast, main_grad, handle, text)
+    out: Tensor = torch.ops.triton_overlap.matmul_reduce_scatter(
+        a_cast, b_cast, bias_cast, main_grad, handle, text, active_tokens
+    )
     return out

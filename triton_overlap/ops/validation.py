@@ -155,14 +155,21 @@ def world_size_of(handle: str) -> int:
     return user_buffer_by_handle(handle).group.world_size
 
 
-def check_method(operation: str, buffer: UserBuffer, text: str) -> Method:
+def check_method(operation: str, buffer: UserBuffer, text: str, active_tokens: Tensor | None = None) -> Method:
     """The method that ``text`` names.
 
     Raises:
-        ValueError: unknown, or not for this operation; says which are.
-        NotImplementedError: the buffer's backend lacks what it needs.
+        ValueError: unknown, or not for this operation; says which are. Or the buffer wants a count on the device and
+            there is none, or the other way round.
+        NotImplementedError: the buffer's backend lacks what it needs, or it takes its sizes from the host.
     """
     method = parse_for(operation, text)
+    check_count(operation, buffer, active_tokens)
+    if active_tokens is not None and method.name != "fused":
+        raise NotImplementedError(
+            f"{operation}: method {text!r} takes its sizes from the host, and active_tokens is on the device; "
+            "use 'fused'"
+        )
     backend = buffer.group.backend
     if method.use_ce and backend.copies is None:
         raise NotImplementedError(
@@ -175,6 +182,14 @@ def check_method(operation: str, buffer: UserBuffer, text: str) -> Method:
             f"{backend.name} backend has none; use 'ring_exchange', or a group over rank processes"
         )
     return method
+
+
+def check_count(operation: str, buffer: UserBuffer, active_tokens: Tensor | None) -> None:
+    """ValueError unless ``active_tokens`` is what the buffer's calls want (``UserBuffer.check_count``)."""
+    try:
+        buffer.check_count(active_tokens)
+    except ValueError as error:
+        raise ValueError(f"{operation}: {error}") from None
 
 
 def check_activation(
@@ -293,9 +308,10 @@ def check_reduced_product(
     bias: Tensor | None,
     main_grad: Tensor | None,
     method: str,
+    active_tokens: Tensor | None = None,
 ) -> tuple[int, Method]:
     """Check the operands of a product whose result goes through the buffer; the token count T and the method."""
-    by = check_method(operation, buffer, method)
+    by = check_method(operation, buffer, method, active_tokens)
     tokens = check_activation(operation, buffer, "a", a, is_shard=False, is_hidden=False)
     check_right_operand(operation, buffer, b, bias, main_grad, a.shape[1], buffer.capacity_shape[1])
     return tokens, by

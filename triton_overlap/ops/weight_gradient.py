@@ -5,6 +5,8 @@ Shape ledger
     g          [T, N]   gradient of the product
     a^T g      [K, N]   gradient of b, T contracted; no communication
     sum of g   [N]      gradient of the bias, summed over T in float32
+
+Where T is a scalar on the device, both are sums over the first T rows, by kernels that read it.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import column_sum
 from ..kernels import weight_gradient as weight_gradient_kernel
 from .autocast import without_autocast
 
 __all__ = [
     "bias_gradient",
+    "counted_bias_gradient",
+    "counted_weight_gradient",
     "local_gradients",
     "local_matmul",
     "save_product",
@@ -29,13 +34,14 @@ __all__ = [
 
 
 @torch.library.custom_op("triton_overlap::weight_gradient_", mutates_args=("main_grad",))
-def weight_gradient_(a: Tensor, g: Tensor, main_grad: Tensor) -> None:
+def weight_gradient_(a: Tensor, g: Tensor, main_grad: Tensor, active_tokens: Tensor | None = None) -> None:
     """Add ``a^T g`` to ``main_grad`` in place, with float32 accumulation.
 
     Args:
         a: [T, K], bfloat16, float16 or float32.
         g: [T, N], the dtype of ``a``.
         main_grad: [K, N], float32, any strides.
+        active_tokens: int32 scalar on the device: T, up to the rows of ``a`` and ``g``; None for all of them.
 
     Raises:
         ValueError: shapes or dtypes do not belong together.
@@ -49,15 +55,39 @@ def weight_gradient_(a: Tensor, g: Tensor, main_grad: Tensor) -> None:
             f"weight_gradient_: main_grad must be torch.float32 [{a.shape[1]}, {g.shape[1]}], "
             f"got {main_grad.dtype} {list(main_grad.shape)}"
         )
-    weight_gradient_kernel.launch(a, g, accumulate_into=main_grad)
+    weight_gradient_kernel.launch(a, g, accumulate_into=main_grad, active_tokens=active_tokens)
 
 
 @weight_gradient_.register_fake
-def _weight_gradient_fake(a: Tensor, g: Tensor, main_grad: Tensor) -> None:
+def _weight_gradient_fake(a: Tensor, g: Tensor, main_grad: Tensor, active_tokens: Tensor | None = None) -> None:
     return None
 
 
-def weight_gradient(a: Tensor, g: Tensor, b: Tensor, main_grad: Tensor | None) -> Tensor | None:
+@torch.library.custom_op("triton_overlap::counted_weight_gradient", mutates_args=())
+def counted_weight_gradient(a: Tensor, g: Tensor, active_tokens: Tensor) -> Tensor:
+    """``torch.ops.triton_overlap.counted_weight_gradient``: ``a^T g`` over the first T rows -> [K, N], fresh."""
+    return weight_gradient_kernel.launch(a, g, active_tokens=active_tokens)
+
+
+@counted_weight_gradient.register_fake
+def _counted_weight_gradient_fake(a: Tensor, g: Tensor, active_tokens: Tensor) -> Tensor:
+    return a.new_empty((a.shape[1], g.shape[1]))
+
+
+@torch.library.custom_op("triton_overlap::counted_bias_gradient", mutates_args=())
+def counted_bias_gradient(g: Tensor, active_tokens: Tensor) -> Tensor:
+    """``torch.ops.triton_overlap.counted_bias_gradient``: the sum of the first T rows of ``g`` -> [N], fresh."""
+    return column_sum.launch(g, active_tokens).to(g.dtype)
+
+
+@counted_bias_gradient.register_fake
+def _counted_bias_gradient_fake(g: Tensor, active_tokens: Tensor) -> Tensor:
+    return g.new_empty((g.shape[1],))
+
+
+def weight_gradient(
+    a: Tensor, g: Tensor, b: Tensor, main_grad: Tensor | None, active_tokens: Tensor | None = None
+) -> Tensor | None:
     """The gradient of ``b`` in ``a @ b``, or None after adding it to ``main_grad``.
 
     Args:
@@ -65,27 +95,36 @@ def weight_gradient(a: Tensor, g: Tensor, b: Tensor, main_grad: Tensor | None) -
         g: [T, N].
         b: [K, N]; only its strides are read.
         main_grad: float32 [K, N] or None.
+        active_tokens: T on the device, or None where it is the rows of ``a`` and ``g``.
 
     Returns:
         [K, N] in ``a``'s dtype, laid out as ``b`` is: where ``b`` is the transposed view of a weight, the weight's own
         gradient comes out contiguous and autograd need not copy it.
     """
     if main_grad is not None:
-        weight_gradient_(a, g, main_grad)
+        weight_gradient_(a, g, main_grad, active_tokens)
         return None
     if b.stride(0) == 1 and b.stride(1) != 1:
-        return local_matmul(g.transpose(0, 1), a).transpose(0, 1)
-    return local_matmul(a.transpose(0, 1), g)
+        return _transposed_product(g, a, active_tokens).transpose(0, 1)
+    return _transposed_product(a, g, active_tokens)
+
+
+def _transposed_product(x: Tensor, y: Tensor, active_tokens: Tensor | None) -> Tensor:
+    """``x^T y``."""
+    if active_tokens is not None:
+        return counted_weight_gradient(x, y, active_tokens)
+    return local_matmul(x.transpose(0, 1), y)
 
 
 def save_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """``setup_context`` of an operator ``(a, b, bias, main_grad, buffer, method)``: saves b, and a where b wants a
-    gradient; keeps the rest on ``ctx``."""
-    a, b, _, main_grad, ctx.buffer, ctx.method = inputs
+    """``setup_context`` of an operator ``(a, b, bias, main_grad, buffer, method[, active_tokens])``: saves b, the
+    count, and a where b wants a gradient; keeps the rest on ``ctx``."""
+    a, b, _, main_grad, ctx.buffer, ctx.method, *counts = inputs
     _, needs_b, *_ = ctx.needs_input_grad
     # Not through save_for_backward: other microbatches add to it between this forward and its backward.
     ctx.main_grad = main_grad
-    ctx.save_for_backward(b, *([a] if needs_b else []))
+    # The count is: should somebody write another to it before this forward's backward, autograd says so.
+    ctx.save_for_backward(b, counts[0] if counts else None, *([a] if needs_b else []))
 
 
 def local_gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -99,13 +138,15 @@ def local_gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple[Te
     """
     _, needs_b, needs_bias, *_ = ctx.needs_input_grad
     return (
-        weight_gradient(saved[1], grad, saved[0], ctx.main_grad) if needs_b else None,
-        bias_gradient(grad) if needs_bias else None,
+        weight_gradient(saved[2], grad, saved[0], ctx.main_grad, saved[1]) if needs_b else None,
+        bias_gradient(grad, saved[1]) if needs_bias else None,
     )
 
 
-def bias_gradient(g: Tensor) -> Tensor:
+def bias_gradient(g: Tensor, active_tokens: Tensor | None = None) -> Tensor:
     """``g`` [T, N] -> [N] in ``g``'s dtype, summed in float32."""
+    if active_tokens is not None:
+        return counted_bias_gradient(g, active_tokens)
     return g.sum(dim=0, dtype=torch.float32).to(g.dtype)
 
 
