@@ -30,8 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     devices = torch.cuda.device_count()
     for item in items:
-        if item.get_closest_marker("gpu") and devices < 2:
-            item.add_marker(pytest.mark.skip(reason=f"needs 2 GPUs, torch sees {devices}"))
+        gpu = item.get_closest_marker("gpu")
+        if gpu is not None:
+            needed = gpu.args[0] if gpu.args else 1
+            if devices < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs GPUs: {needed}, torch sees {devices}"))
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="long; runs with --long"))
 

@@ -14,7 +14,7 @@ from tests.distributed import Ranks
 from tests.ops.cases import Draw, assert_equal
 from triton_overlap.kernels import all_gather, all_gather_matmul, matmul_reduce_scatter, reduce_scatter
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(2)
 
 HIDDEN, FEATURES, MAX_ROWS = 2048, 1024, 2048
 
