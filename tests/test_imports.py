@@ -20,6 +20,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "packing": set(),
     "reference": set(),
+    "environment": set(),
+    "problems": set(),
+    "timing": set(),
     "comm": {"errors"},
     "comm.backends": {"comm", "errors"},
     "comm.backends.sim": {"comm", "errors"},
@@ -29,10 +32,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "expert_buffer": {"kernels", "comm", "errors"},
     "ops": {"expert_buffer", "kernels", "comm", "errors"},
     "nn": {"ops", "comm", "errors"},
+    # Measures the operations, and checks what it measures.
+    "tuning": {"ops", "kernels", "comm", "errors", "environment", "problems", "reference", "timing"},
     # The entry to the package gathers what is public.
-    "": {"comm", "errors", "expert_buffer", "nn", "ops", "packing", "sim", "kernels"},
+    "": {"comm", "errors", "expert_buffer", "nn", "ops", "packing", "sim", "kernels", "problems", "tuning"},
     # Benchmarks use the package from outside, and check their results.
-    "bench": {"", "reference"},
+    "bench": {"", "environment", "problems", "reference", "timing", "tuning"},
 }
 #: Imports against the directions that load late, inside a function, and why each must.
 LATE = {
@@ -43,7 +48,7 @@ LATE = {
 #: Modules of plain Python: usable and testable where neither Triton nor torch is installed.
 PLAIN = {"errors", "comm.layout", "kernels.ep_geometry", "kernels.ep_layout"}
 #: Planning that names torch's dtypes and needs no Triton.
-WITHOUT_TRITON = PLAIN | {"kernels.config"}
+WITHOUT_TRITON = PLAIN | {"kernels.config", "kernels.methods", "kernels.tables", "kernels.choose"}
 #: Operations whose result in a loop's condition or body makes the loop a spin.
 SPINS = re.compile(r"sem\s*=\s*['\"](acquire|acq_rel)['\"]|volatile\s*=\s*True")
 

@@ -36,6 +36,7 @@ from .errors import (
 )
 from .kernels.launching import specializations
 from .kernels.methods import Method
+from .kernels.tables import Table
 from .ops import (
     activation,
     add,
@@ -57,6 +58,8 @@ from .ops import (
     rotary_qkv,
     swiglu,
 )
+from .problems import Problem, WrongResult
+from .tuning import Effort, explain, load_table, tune, warm_up
 
 if TYPE_CHECKING:
     from . import sim
@@ -71,12 +74,16 @@ __all__ = [
     "CommError",
     "CommMismatchError",
     "CommTimeoutError",
+    "Effort",
     "Group",
     "GroupBrokenError",
     "Method",
+    "Problem",
+    "Table",
     "TritonOverlapError",
     "UserBuffer",
     "UserBufferQuantizationMode",
+    "WrongResult",
     "activation",
     "add",
     "all_gather",
@@ -85,6 +92,7 @@ __all__ = [
     "cross_entropy",
     "destroy_ub",
     "errors",
+    "explain",
     "fork",
     "gated_activation",
     "gelu",
@@ -92,6 +100,7 @@ __all__ = [
     "init_group",
     "initialize_ub",
     "layer_norm",
+    "load_table",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "nn",
@@ -107,7 +116,9 @@ __all__ = [
     "specializations",
     "swiglu",
     "symmetric_allocations",
+    "tune",
     "user_buffer_by_handle",
+    "warm_up",
 ]
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from triton_overlap.bench.__main__ import main
 from triton_overlap.bench.results import Measurement, Results, Row, draw, print_tables
-from triton_overlap.bench.timing import Timing
+from triton_overlap.timing import Timing
 
 
 def results() -> Results:
@@ -27,7 +27,13 @@ def results() -> Results:
             world_size=2,
             dtype="bfloat16",
             bound_ms=1.0,
-            measurements={"fused": measured("fused", 1.1), "gemm": measured("gemm", 1.0)},
+            measurements={
+                "fused": measured("fused", 1.1),
+                "pipeline": measured("pipeline", 1.25),
+                "auto": measured("auto", 1.111),
+                "bulk": measured("bulk", 1.05),
+                "gemm": measured("gemm", 1.0),
+            },
             unavailable={"async_tp": "not on this machine"},
         )
         for operation in ("all_gather_matmul", "matmul_reduce_scatter")
@@ -57,6 +63,13 @@ def test_ratios() -> None:
     assert row.ratio("fused", "async_tp") is None
 
 
+def test_auto_is_compared_with_the_best_single_method() -> None:
+    row = results().rows[0]
+    assert row.methods() == ["fused", "pipeline"]
+    assert row.best_method() == "fused"
+    assert row.auto_over_best() == pytest.approx(1.01)
+
+
 def test_tflops_of_a_rank() -> None:
     # 2 * 1024 * 64 * 32 operations in 1.1 ms
     assert results().rows[0].tflops("fused") == pytest.approx(4194304 / 1.1e-3 / 1e12)
@@ -66,10 +79,12 @@ def test_tables_show_ratios_and_reasons() -> None:
     text = io.StringIO()
     print_tables(results(), Console(file=text, width=200))
     assert "all_gather_matmul, K 64, N 32, bfloat16, 2 ranks, NVIDIA H200" in text.getvalue()
-    assert (
-        len(re.findall(r"\b1\.10\b", text.getvalue())) == 8
-    )  # two operations, two counts, over the GEMM and over the bound
-    assert text.getvalue().count("async-TP did not run: not on this machine") == 1
+    printed = text.getvalue()
+    # Two operations, two counts: over the GEMM and over the bound, and again among the methods.
+    assert len(re.findall(r"\b1\.10\b", printed)) == 8 + 4
+    assert len(re.findall(r"\b1\.010\b", printed)) == 4 + 1  # and in the last line
+    assert "auto over the best single method: at most 1.010; 4 of 4 within 1.03" in printed
+    assert printed.count("async-TP did not run: not on this machine") == 1
 
 
 def test_figure(tmp_path: Path) -> None:

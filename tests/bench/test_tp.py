@@ -11,20 +11,32 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
-from triton_overlap.bench.problems import Inputs, Operation, Problem
 from triton_overlap.bench.results import Results
 from triton_overlap.bench.rivals import Run
-from triton_overlap.bench.tp import Bench, Settings, WrongResult
+from triton_overlap.bench.tp import Bench, Settings
+from triton_overlap.kernels.tables import Table
+from triton_overlap.problems import Inputs, Operation, Problem, WrongResult
+from triton_overlap.tuning import default_candidates
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SETTINGS = Settings(
-    tokens=[8], k=32, n=16, dtype=torch.float32, rounds=1, warmup=0, seed=0, command=["tp"], commit=None
+    tokens=[8],
+    k=32,
+    n=16,
+    models=[],
+    table=None,
+    dtype=torch.float32,
+    rounds=1,
+    warmup=0,
+    seed=0,
+    command=["tp"],
+    commit=None,
 )
 
 
-def run_bench(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+def run_bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "triton_overlap.bench", "tp", *arguments],
+        [sys.executable, "-m", "triton_overlap.bench", *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
@@ -34,15 +46,20 @@ def run_bench(arguments: list[str], **environment: str) -> subprocess.CompletedP
 
 
 def test_smoke_run_keeps_checked_data(tmp_path: Path) -> None:
-    found = run_bench(["--smoke", "--out", str(tmp_path), "--plot", str(tmp_path / "figure.svg")])
+    found = run_bench("tp", "--smoke", "--out", str(tmp_path), "--plot", str(tmp_path / "figure.svg"))
     assert found.returncode == 0, found.stdout + found.stderr
     assert "fused / collective" in found.stdout
+    assert "auto / best single" in found.stdout
+    assert "auto over the best single method: at most" in found.stdout
     (path,) = tmp_path.glob("tp_*.json")
     kept = Results.load(path)
-    assert [row.tokens for row in kept.rows] == [8, 64, 48] * 2
+    assert [row.tokens for row in kept.rows] == [8, 48] * 2
     assert kept.method["backend"] == "shm"
     for row in kept.rows:
-        assert set(row.measurements) == {"fused", "gemm", "collective"}
+        methods = default_candidates(row.operation, torch.bfloat16)
+        assert set(row.measurements) == {*methods, "auto", "bulk", "gemm", "collective"}
+        assert sorted(row.methods()) == sorted(methods)
+        assert row.auto_over_best() is not None
         assert "CUDA" in row.unavailable["async_tp"]
         for measurement in row.measurements.values():
             assert 0 < measurement.relative_error < 1e-2
@@ -51,9 +68,26 @@ def test_smoke_run_keeps_checked_data(tmp_path: Path) -> None:
 
 
 def test_a_machine_with_too_few_gpus_is_told_so() -> None:
-    found = run_bench([], CUDA_VISIBLE_DEVICES="")
+    found = run_bench("tp", CUDA_VISIBLE_DEVICES="")
     assert found.returncode == 2
     assert "2 ranks need as many GPUs, found 0" in found.stdout
+
+
+def test_smoke_run_of_tune_makes_a_table_that_the_benchmark_takes(tmp_path: Path) -> None:
+    found = run_bench("tune", "--smoke", "--dtype", "float32", "--out", str(tmp_path))
+    assert found.returncode == 0, found.stdout + found.stderr
+    path = tmp_path / "shm_2_float32.json"
+    assert f"2 rows, 2 of 2 problems; table: {path}" in found.stdout.replace("\n", "")
+    table = Table.load(path)
+    assert {(row.operation, row.tokens) for row in table.rows} == {
+        (name, 8) for name in ("all_gather_matmul", "matmul_reduce_scatter")
+    }
+    for row in table.rows:
+        assert list(row.times_ms) == default_candidates(row.operation, torch.float32)
+    assert table.about["command"][:2] == ["tune", "--smoke"]
+    assert str(tmp_path) not in path.read_text()
+    again = run_bench("tp", "--smoke", "--dtype", "float32", "--tokens", "8", "--rounds", "1", "--table", str(path))
+    assert again.returncode == 0, again.stdout + again.stderr
 
 
 class SlightlyWrong:
@@ -78,7 +112,7 @@ def measure_a_wrong_rival() -> str:
     group = to.init_group()
     bench = Bench(group, [SlightlyWrong(group.rank)], SETTINGS, link_gbps=None)
     with pytest.raises(WrongResult) as error:
-        bench.measure(Problem(Operation.ALL_GATHER_MATMUL, 8, 32, 16, group.world_size, torch.float32))
+        bench.measure(Problem(Operation.ALL_GATHER_MATMUL, 8, 16, 32, group.world_size, torch.float32))
     group.close()
     return str(error.value)
 
@@ -91,6 +125,6 @@ def test_a_wrong_result_stops_every_rank_before_it_is_timed() -> None:
 def test_kept_results_do_not_name_places() -> None:
     from triton_overlap.bench.__main__ import without_paths
 
-    assert without_paths(["tp", "--out", "/a/b", "--k", "8", "--plot=/c", "--commit", "d"]) == [
+    assert without_paths(["tp", "--out", "/a/b", "--k", "8", "--plot=/c", "--commit", "d", "--table", "e"]) == [
         "tp", "--k", "8", "--commit", "d",
     ]  # fmt: skip

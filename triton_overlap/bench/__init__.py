@@ -1,11 +1,16 @@
 """Benchmarks: ``python -m triton_overlap.bench --help``.
 
-    problems.py     shapes, inputs and references; one object serves the check and the timing of a problem
-    rivals.py       what is compared: the library, the GEMM alone, a collective and a GEMM, PyTorch's async-TP
-    timing.py       how one call is timed, and rivals in turns
+    problems.py     which layers are measured
+    rivals.py       what is compared: the library by every method, the GEMM alone, a collective and a GEMM, PyTorch's
+                    async-TP
+    results.py      the data that is kept, as JSON, its tables and figure
+    tp.py           one rank of the tensor-parallel benchmark, and of the measurement of a table for method ``auto``
+
+In the package itself, since ``triton_overlap.tune`` measures with them as well:
+
+    problems.py     inputs and references; one object serves the check and the timing of a problem
+    timing.py       how one call is timed, and calls in turns
     environment.py  hardware, versions, commit, clocks
-    results.py      the data that is kept, as JSON, and its table and figure
-    tp.py           one rank of the tensor-parallel benchmark
 
 Needs the extra ``bench``.
 """

@@ -1,50 +1,67 @@
-"""``python -m triton_overlap.bench tp`` measures; ``... show FILE`` prints a kept file again."""
+"""``python -m triton_overlap.bench tp`` measures; ``... show FILE`` prints a kept file again; ``... tune`` measures a
+table for method ``auto``."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
+import triton_overlap as to
 from triton_overlap.bench import results, tp
+from triton_overlap.bench.problems import MODELS
 
-FULL = {"tokens": [512, 1024, 2048, 4096, 8192, 16384], "k": 8192, "n": 4096, "rounds": 30, "warmup": 5}
-SMOKE = {"tokens": [8, 64, 48], "k": 32, "n": 16, "rounds": 2, "warmup": 1}
+FULL: dict[str, Any] = {"tokens": [512, 1024, 2048, 4096, 8192, 16384], "k": 8192, "n": 4096, "rounds": 30, "warmup": 5}
+SMOKE: dict[str, Any] = {"tokens": [8, 48], "k": 32, "n": 16, "rounds": 1, "warmup": 0}
+#: What a table is measured at: powers of two and counts halfway between them.
+TUNE: dict[str, Any] = {
+    "tokens": [128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384],
+    "models": list(MODELS),
+    "rounds": 10,
+    "max_seconds": 230.0,
+}
+SMOKE_TUNE: dict[str, Any] = {"tokens": [8], "models": [], "rounds": 1, "max_seconds": 60.0}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m triton_overlap.bench", description=__doc__)
+    both = argparse.ArgumentParser(add_help=False)
+    both.add_argument("--ranks", type=int, default=2, help="processes to start (2); torchrun's own number goes first")
+    both.add_argument("--smoke", action="store_true", help="tiny problems on CPU ranks; the times mean nothing")
+    both.add_argument("--tokens", type=int, nargs="+", help="gathered token counts")
+    both.add_argument("--models", nargs="+", choices=sorted(MODELS), help="measure the layers of these models")
+    both.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of the operands (bfloat16)")
+    both.add_argument("--rounds", type=int, help="timed calls of each method or rival")
+    both.add_argument("--seed", type=int, default=0, help="of inputs and of the order of calls (0)")
+    both.add_argument("--commit", help="git commit to record where the source tree has no history")
     commands = parser.add_subparsers(dest="command", required=True)
-    measure = commands.add_parser("tp", help="tensor-parallel operations against their rivals")
-    measure.add_argument(
-        "--ranks", type=int, default=2, help="processes to start (2); torchrun's own number goes first"
-    )
-    measure.add_argument("--smoke", action="store_true", help="tiny problems on CPU ranks; the times mean nothing")
-    measure.add_argument("--tokens", type=int, nargs="+", help=f"gathered token counts ({FULL['tokens']})")
-    measure.add_argument("--k", type=int, help=f"K of the layer ({FULL['k']})")
-    measure.add_argument("--n", type=int, help=f"N of a rank's all-gather GEMM ({FULL['n']})")
-    measure.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of the operands (bfloat16)")
-    measure.add_argument("--rounds", type=int, help=f"timed calls of each rival ({FULL['rounds']})")
-    measure.add_argument("--warmup", type=int, help=f"untimed calls before them ({FULL['warmup']})")
-    measure.add_argument("--seed", type=int, default=0, help="of inputs and of the order of rivals (0)")
+    measure = commands.add_parser("tp", parents=[both], help="tensor-parallel operations against their rivals")
+    measure.add_argument("--k", type=int, help=f"K of the layer, where no models are named ({FULL['k']})")
+    measure.add_argument("--n", type=int, help=f"N of a rank's all-gather GEMM there ({FULL['n']})")
+    measure.add_argument("--warmup", type=int, help=f"untimed calls before the timed ones ({FULL['warmup']})")
+    measure.add_argument("--table", type=Path, help="table for method auto, before those that it has anyway")
     measure.add_argument("--out", type=Path, help="folder for the data (benchmarks/results; none with --smoke)")
     measure.add_argument("--plot", type=Path, help="also draw a figure to this file")
-    measure.add_argument("--commit", help="git commit to record where the source tree has no history")
+    tune = commands.add_parser("tune", parents=[both], help="measure a table for method auto (docs/choosing.md)")
+    tune.add_argument("--max-seconds", type=float, help=f"begin no problem after these ({TUNE['max_seconds']:g})")
+    tune.add_argument("--out", type=Path, default=Path("out"), help="folder for the table (out)")
     show = commands.add_parser("show", help="print the tables of a kept file")
     show.add_argument("file", type=Path)
     show.add_argument("--plot", type=Path, help="also draw a figure to this file")
     args = parser.parse_args(argv)
-    if args.command == "tp":
-        for name, value in (SMOKE if args.smoke else FULL).items():
-            if getattr(args, name) is None:
-                setattr(args, name, value)
-        if args.out is None and not args.smoke:
-            args.out = Path("benchmarks/results")
+    defaults = {"tp": (FULL, SMOKE), "tune": (TUNE, SMOKE_TUNE), "show": ({}, {})}[args.command]
+    for name, value in defaults[args.command != "show" and args.smoke].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.command == "tp" and args.out is None and not args.smoke:
+        args.out = Path("benchmarks/results")
     return args
 
 
@@ -67,29 +84,50 @@ def launch(args: argparse.Namespace, argv: list[str], console: Console) -> int:
 
 
 def without_paths(argv: list[str]) -> list[str]:
-    """``argv`` without ``--out`` and ``--plot``: where results were put says nothing about them."""
+    """``argv`` without the options that are paths: where files lie says nothing about results."""
     kept: list[str] = []
     skip = False
     for word in argv:
-        if not skip and not word.startswith(("--out=", "--plot=")) and word not in ("--out", "--plot"):
+        if not skip and word.partition("=")[0] not in ("--out", "--plot", "--table"):
             kept.append(word)
-        skip = word in ("--out", "--plot")
+        skip = word in ("--out", "--plot", "--table")
     return kept
 
 
-def measure(args: argparse.Namespace, argv: list[str], console: Console) -> int:
-    """One rank's part."""
-    settings = tp.Settings(
+def settings_of(args: argparse.Namespace, argv: list[str]) -> tp.Settings:
+    """What the arguments of ``tp`` and ``tune`` have in common; the layer of ``tune`` is the smoke run's."""
+    return tp.Settings(
         tokens=args.tokens,
-        k=args.k,
-        n=args.n,
+        k=getattr(args, "k", SMOKE["k"]),
+        n=getattr(args, "n", SMOKE["n"]),
+        models=args.models or [],
+        table=getattr(args, "table", None),
         dtype=DTYPES[args.dtype],
         rounds=args.rounds,
-        warmup=args.warmup,
+        warmup=getattr(args, "warmup", 1),
         seed=args.seed,
         command=without_paths(argv),
         commit=args.commit,
     )
+
+
+def make_table(args: argparse.Namespace, argv: list[str], console: Console) -> int:
+    """One rank's part of ``tune``."""
+    settings = settings_of(args, argv)
+    effort = to.Effort(rounds=settings.rounds, warmup=settings.warmup, max_seconds=args.max_seconds, seed=settings.seed)
+    table = tp.tune(settings, effort)
+    if table is None:
+        return 0
+    device = re.sub(r"[^a-z0-9]+", "-", table.device.lower()).strip("-")
+    path = args.out / f"{device}_{table.world_size}_{args.dtype}.json"
+    table.save(path)
+    console.print(f"{len(table.rows)} rows, {table.about['measurement']['problems']} problems; table: {path}")
+    return 0
+
+
+def measure(args: argparse.Namespace, argv: list[str], console: Console) -> int:
+    """One rank's part."""
+    settings = settings_of(args, argv)
     found = tp.run(settings, console)
     if found is None:
         return 0
@@ -115,7 +153,7 @@ def main(argv: list[str]) -> int:
             results.draw(kept, args.plot)
         return 0
     if "RANK" in os.environ:
-        return measure(args, argv, console)
+        return (make_table if args.command == "tune" else measure)(args, argv, console)
     return launch(args, argv, console)
 
 

@@ -12,14 +12,20 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from triton_overlap.bench.timing import Timing
+from triton_overlap.timing import Timing
 
+#: Rivals of the first table and the figure; the second table has the library's methods.
 TITLES = {
     "fused": "fused",
+    "auto": "auto",
     "gemm": "GEMM alone",
     "collective": "collective + GEMM",
     "async_tp": "async-TP",
 }
+#: Rivals that are no method of this library.
+OTHERS = ("gemm", "collective", "async_tp")
+#: How much slower than the best single method ``auto`` may be.
+AUTO_LIMIT = 1.03
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,8 @@ class Row:
     """One problem with all that ran on it.
 
     Attributes:
-        operation, tokens, k, n, world_size, dtype: the problem's (see problems.py).
+        operation, tokens, world_size, dtype: the problem's.
+        k, n: of its layer (bench/problems.py).
         bound_ms: the lower bound of any method, the longer of the GEMM alone and the link's time for the bytes that a
             rank sends.
         measurements: by rival.
@@ -58,6 +65,18 @@ class Row:
         if rival not in self.measurements or to not in self.measurements:
             return None
         return self.measurements[rival].timing.median_ms / self.measurements[to].timing.median_ms
+
+    def methods(self) -> list[str]:
+        """The library's methods that ran on the problem itself, ``auto`` not among them."""
+        return [name for name in self.measurements if name not in (*OTHERS, "auto", "bulk")]
+
+    def best_method(self) -> str:
+        """The fastest of ``methods``."""
+        return min(self.methods(), key=lambda name: self.measurements[name].timing.median_ms)
+
+    def auto_over_best(self) -> float | None:
+        """Time of ``auto`` over that of the best single method, or None where ``auto`` did not run."""
+        return self.ratio("auto", self.best_method())
 
     def tflops(self, rival: str) -> float:
         """10^12 operations a second of one rank's GEMM, 2 T K N of them, in the time of ``rival``."""
@@ -116,16 +135,24 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def print_tables(results: Results, console: Console) -> None:
-    """One table an operation. Ratios are times of ``fused`` over times of the other: below 1 means fused is faster.
+def _by_product(rows: list[Row]) -> list[list[Row]]:
+    """``rows`` of one operation and layer together, by token count."""
+    found: dict[tuple[str, int, int], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.operation, row.k, row.n), []).append(row)
+    return [sorted(group, key=lambda row: row.tokens) for group in found.values()]
 
-    TFLOP/s are those of ``fused``, of one rank.
+
+def print_tables(results: Results, console: Console) -> None:
+    """Two tables an operation and layer: the library and its rivals, and the library's methods among each other.
+
+    In the first, ratios are times of ``fused`` over times of the other: below 1 means fused is faster. TFLOP/s are
+    those of ``fused``, of one rank.
     """
-    for operation in dict.fromkeys(row.operation for row in results.rows):
-        rows = [row for row in results.rows if row.operation == operation]
+    for rows in _by_product(results.rows):
         first = rows[0]
         table = Table(
-            title=f"{operation}, K {first.k}, N {first.n}, {first.dtype}, {first.world_size} ranks, "
+            title=f"{first.operation}, K {first.k}, N {first.n}, {first.dtype}, {first.world_size} ranks, "
             f"{results.hardware['device']}: medians in ms, and time of fused over time of the others"
         )
         table.add_column("T", justify="right")
@@ -147,34 +174,54 @@ def print_tables(results: Results, console: Console) -> None:
                 f"{fused.relative_error:.1e}",
             )
         console.print(table)
-    for name, reason in {pair for row in results.rows for pair in row.unavailable.items()}:
-        console.print(f"{TITLES[name]} did not run: {reason}")
+        if "auto" in first.measurements:
+            _print_methods(rows, console)
+    for name, reason in sorted({pair for row in results.rows for pair in row.unavailable.items()}):
+        console.print(f"{TITLES.get(name, name)} did not run: {reason}")
+    checked = [ratio for row in results.rows if (ratio := row.auto_over_best()) is not None]
+    if checked:
+        within = sum(ratio <= AUTO_LIMIT for ratio in checked)
+        console.print(
+            f"auto over the best single method: at most {max(checked):.3f}; "
+            f"{within} of {len(checked)} within {AUTO_LIMIT}"
+        )
+
+
+def _print_methods(rows: list[Row], console: Console) -> None:
+    """Each method's time over that of the GEMM alone, a column for each token count; then how auto did."""
+    table = Table(title=f"{rows[0].operation}: time over that of the GEMM alone, by T")
+    table.add_column("method")
+    for row in rows:
+        table.add_column(str(row.tokens), justify="right")
+    for name in dict.fromkeys(name for row in rows for name in row.measurements):
+        if name not in OTHERS:
+            table.add_row(name, *(_number(row.ratio(name, "gemm"), 2) for row in rows))
+    table.add_section()
+    table.add_row("best single method", *(row.best_method() for row in rows))
+    table.add_row("auto / best single", *(_number(row.auto_over_best(), 3) for row in rows))
+    console.print(table)
 
 
 def draw(results: Results, path: Path) -> None:
-    """Times over the GEMM alone against T, one panel an operation, as an image of the type ``path`` ends in."""
+    """Times over the GEMM alone against T, a panel an operation and layer, as an image of the type ``path`` ends in."""
     from matplotlib.figure import Figure
 
-    operations = list(dict.fromkeys(row.operation for row in results.rows))
-    figure = Figure(figsize=(5.5 * len(operations), 4), layout="constrained")
-    panels = figure.subplots(1, len(operations), squeeze=False)[0]
-    for axes, operation in zip(panels, operations, strict=True):
-        rows = sorted((row for row in results.rows if row.operation == operation), key=lambda row: row.tokens)
+    products = _by_product(results.rows)
+    figure = Figure(figsize=(5.5 * len(products), 4), layout="constrained")
+    panels = figure.subplots(1, len(products), squeeze=False)[0]
+    for axes, rows in zip(panels, products, strict=True):
         for name, title in TITLES.items():
             points = [(row.tokens, ratio) for row in rows if (ratio := row.ratio(name, "gemm")) is not None]
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=title)
         axes.set_xscale("log", base=2)
         axes.set_ylim(bottom=0)
-        axes.set_title(operation)
+        axes.set_title(f"{rows[0].operation}, K {rows[0].k}, N {rows[0].n}")
         axes.set_xlabel("T, tokens of all ranks")
         axes.set_ylabel("time over the GEMM alone")
         axes.grid(alpha=0.3)
         axes.legend()
     first = results.rows[0]
-    figure.suptitle(
-        f"{results.hardware['device']}, {first.world_size} ranks, K {first.k}, N {first.n}, {first.dtype}, "
-        f"{results.created[:10]}"
-    )
+    figure.suptitle(f"{results.hardware['device']}, {first.world_size} ranks, {first.dtype}, {results.created[:10]}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

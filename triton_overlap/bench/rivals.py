@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import triton_overlap as to
-from triton_overlap.bench.problems import Inputs, Operation, Problem
+from triton_overlap.problems import Inputs, Operation, Problem
+from triton_overlap.tuning import default_candidates, run_method
 
 # Newer releases of torch rename the two collectives on single tensors; the oldest supported one has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,36 +26,61 @@ class Unavailable(Exception):
     """A rival cannot run here; the message is the reason."""
 
 
+class NotThisOperation(Exception):
+    """A rival is no way to do this operation."""
+
+
 class Rival(Protocol):
     """One way to compute a problem.
 
     Attributes:
         name: its key in results.
-        communicates: False for the GEMM alone, whose result is not the problem's for a reduce-scatter.
+        communicates: False where the result is the product of a rank's own operands: not the problem's, for a
+            reduce-scatter.
     """
 
     name: str
     communicates: bool
 
     def prepare(self, problem: Problem) -> Run:
-        """The call for ``problem``. Collective. Raises :class:`Unavailable`."""
+        """The call for ``problem``. Collective. Raises :class:`Unavailable` or :class:`NotThisOperation`."""
 
 
-class Fused:
-    """This library's method ``fused``, on one buffer that is registered once for the largest token count."""
+class OneMethod:
+    """This library by one method, on one buffer that is registered once for the largest token count."""
 
-    name = "fused"
     communicates = True
+
+    def __init__(self, group: to.Group, max_tokens: int, name: str) -> None:
+        self.name = name
+        self._group = group
+        self._max_tokens = max_tokens
+
+    def prepare(self, problem: Problem) -> Run:
+        buffer = self._group.user_buffer(self._max_tokens, problem.hidden, dtype=problem.dtype)
+        if self.name not in (*default_candidates(problem.operation, problem.dtype), "auto"):
+            raise NotThisOperation
+        if self.name == "nccl" and self._group.backend.collectives is None:
+            raise Unavailable(f"the {self._group.backend.name} backend has no process group's collectives")
+        return lambda inputs: run_method(problem, inputs, buffer, self.name)
+
+
+class Bulk:
+    """The library's collective beside a GEMM of this size that does not depend on it: as much work, all independent."""
+
+    name = "bulk"
+    communicates = False
 
     def __init__(self, group: to.Group, max_tokens: int) -> None:
         self._group = group
         self._max_tokens = max_tokens
 
     def prepare(self, problem: Problem) -> Run:
-        buffer = self._group.user_buffer(self._max_tokens, problem.buffer_hidden, dtype=problem.dtype)
-        if problem.operation is Operation.ALL_GATHER_MATMUL:
-            return lambda inputs: to.all_gather_matmul(inputs.a, inputs.b, buffer=buffer, method="fused")
-        return lambda inputs: to.matmul_reduce_scatter(inputs.a, inputs.b, buffer=buffer, method="fused")
+        buffer = self._group.user_buffer(self._max_tokens, problem.hidden, dtype=problem.dtype)
+        if problem.gathers:
+            return lambda inputs: to.all_gather_beside_matmul(inputs.a, inputs.gathered, inputs.b, buffer=buffer)[1]
+        whole = torch.zeros(problem.tokens, problem.hidden, dtype=problem.dtype, device=self._group.device)
+        return lambda inputs: to.reduce_scatter_beside_matmul(whole, inputs.a, inputs.b, buffer=buffer)[1]
 
 
 class GemmAlone:
@@ -86,7 +112,7 @@ class CollectiveThenGemm:
             _reduce_scatter(out, inputs.a @ inputs.b)
             return out
 
-        return all_gather_matmul if problem.operation is Operation.ALL_GATHER_MATMUL else matmul_reduce_scatter
+        return all_gather_matmul if problem.operation == Operation.ALL_GATHER_MATMUL else matmul_reduce_scatter
 
 
 class AsyncTensorParallel:
@@ -103,11 +129,18 @@ class AsyncTensorParallel:
         process_group = dist.group.WORLD
         assert process_group is not None
         group_name = process_group.group_name
-        if problem.operation is Operation.ALL_GATHER_MATMUL:
+        if problem.operation == Operation.ALL_GATHER_MATMUL:
             return lambda inputs: torch.ops.symm_mem.fused_all_gather_matmul(inputs.a, [inputs.b], 0, group_name)[1][0]
         return lambda inputs: torch.ops.symm_mem.fused_matmul_reduce_scatter(inputs.a, inputs.b, "sum", 0, group_name)
 
 
-def all_rivals(group: to.Group, max_tokens: int) -> list[Rival]:
+def method_names(dtype: torch.dtype) -> list[str]:
+    """The library's methods that are measured, simpler ones first, without ``auto``."""
+    candidates = [default_candidates(operation.value, dtype) for operation in Operation]
+    return list(dict.fromkeys(name for names in candidates for name in names))
+
+
+def all_rivals(group: to.Group, max_tokens: int, dtype: torch.dtype) -> list[Rival]:
     """Every rival, the library's own first."""
-    return [Fused(group, max_tokens), GemmAlone(), CollectiveThenGemm(), AsyncTensorParallel()]
+    own = [OneMethod(group, max_tokens, name) for name in (*method_names(dtype), "auto")]
+    return [*own, Bulk(group, max_tokens), GemmAlone(), CollectiveThenGemm(), AsyncTensorParallel()]

@@ -41,6 +41,8 @@ class Group:
     Attributes:
         broken: the error that broke the group, or None.
         recoveries: how often the group has recovered.
+        device_name: of the ranks' devices; where they differ, all names joined by " + ". The same on every rank.
+        kept: what layers above keep, under keys of their own, for as long as the group lives.
     """
 
     def __init__(self, backend: Backend, *, timeout_s: float = 300.0, check: str | None = None) -> None:
@@ -55,6 +57,8 @@ class Group:
         self.broken: CommError | None = None
         self.recoveries = 0
         self.closed = False
+        self.device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else backend.name
+        self.kept: dict[str, Any] = {}
         self._last_call: Any = None
         self._buffers: dict[tuple[Any, ...], Any] = {}  # user buffers, and others that were adopted
         self._record = RecordReader(backend.host_words(RECORD_WORDS))
@@ -285,4 +289,5 @@ def init_group(
 
     group = Group(create(backend, process_group, timeout_s=timeout_s), timeout_s=timeout_s, check=check)
     group.agree("timeout_s and check of a group", (group.timeout_s, group.check_mode))
+    group.device_name = " + ".join(sorted(set(group.all_gather_object(group.device_name))))
     return group

@@ -27,6 +27,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 #: How an operation may be done, as far as ranks must agree on it: who sends also decides which flags there are.
 METHODS = (
     "fused",
+    "fused by copy engine",
     "ring_exchange",
     "ring_exchange by copy engine",
     "pipeline",
@@ -38,19 +39,34 @@ _HEADER_FIELDS = ("operation", "T", "N", "K")
 _LOW_32 = (1 << 32) - 1
 
 
-def operation_code(operation: Operation, dtype: torch.dtype, method: str = "fused") -> int:
-    """The operation word of a header: what two ranks must agree on beside T, N and K. ``method`` is one of METHODS."""
-    return int(operation) | (_DTYPES.index(dtype) + 1) << 8 | METHODS.index(method) << 16
+def operation_code(
+    operation: Operation, dtype: torch.dtype, method: str = "fused", tile: tuple[int, int] | None = None
+) -> int:
+    """The operation word of a header: what two ranks must agree on beside T, N and K.
+
+    Args:
+        operation: which.
+        dtype: of the data.
+        method: one of METHODS.
+        tile: rows and columns that a flag may stand for, powers of two from 16 to 1024, where the
+            flags of the operation follow from them.
+    """
+    code = int(operation) | (_DTYPES.index(dtype) + 1) << 8 | METHODS.index(method) << 16
+    if tile is not None:
+        rows, columns = (size.bit_length() - 4 for size in tile)  # 1 for 16 .. 7 for 1024
+        code |= rows << 24 | columns << 27
+    return code
 
 
 def describe_operation(code: int) -> str:
     """``operation_code`` read back, for messages."""
-    operation, dtype, method = code & 0xFF, code >> 8 & 0xFF, code >> 16
+    operation, dtype, method, tile = code & 0xFF, code >> 8 & 0xFF, code >> 16 & 0xFF, code >> 24
     try:
         name = Operation(operation).name.lower()
         text = f"{name} in {str(_DTYPES[dtype - 1]).removeprefix('torch.')}"
         # The products have a choice of methods; what is always done in the same way needs no word for it.
-        return f"{text}, method {METHODS[method]}" if method or "matmul" in name else text
+        text = f"{text}, method {METHODS[method]}" if method or "matmul" in name else text
+        return f"{text}, tiles of {8 << (tile & 7)} x {8 << (tile >> 3)}" if tile else text
     except (ValueError, IndexError):
         return f"operation word {code:#x}"
 

@@ -215,6 +215,7 @@ def launch(
         copies = None
     if active_tokens is not None:  # the copy engine's sizes are the host's
         copies = None
+    by = "fused" if copies is None else "fused by copy engine"
     with buffer.call(tokens) as call:
         slot, slot_rows = buffer.slot_chunks(rows)
         if copies is None:
@@ -245,7 +246,7 @@ def launch(
                 slot_rows=slot_rows,
                 rows_per_flag=rows_per_flag,
                 pushes=pushes,
-                operation=operation_code(Operation.ALL_GATHER_MATMUL, x.dtype),
+                operation=operation_code(Operation.ALL_GATHER_MATMUL, x.dtype, by, config.tile),
                 FUNCTION=None if epilogue is None else epilogue.function,
                 GATED=gated,
                 **gemm_arguments(config, stored_b, out, out_rows, descriptors, paired=gated),

@@ -10,8 +10,17 @@ from ..comm.user_buffers import UserBuffer
 from . import all_gather_matmul as fused_all_gather
 from . import collective, gathered, pipeline, ring_exchange
 from . import matmul_reduce_scatter as fused_reduce_scatter
+from .choose import choices_of
+from .config import TileConfig
 from .methods import Method
 from .steps import multiply_into
+
+#: Who sends in the fused all-gather, by the option ``use_ce``.
+_SENDERS = {None: "auto", False: "programs", True: "copy_engine"}
+
+
+def _tiles(method: Method) -> TileConfig | None:
+    return None if method.tiles is None else TileConfig.named(method.tiles)
 
 
 def all_gather_matmul(
@@ -25,13 +34,32 @@ def all_gather_matmul(
     active_tokens: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """``concat(x of every rank) @ b + bias`` for each b, then with ``gather`` the gathered rows: [T/W, K] and [K, N_i]
-    -> [T, N_i] .., [T, K], all fresh. With ``active_tokens`` one b, by the fused method."""
+    -> [T, N_i] .., [T, K], all fresh. With ``active_tokens`` one b, by the fused method.
+
+    ``auto`` looks several b up by the sum of their N."""
+    if method.name == "auto":
+        group = buffer.group
+        n = bs[0].shape[1] if len(bs) == 1 else sum(b.shape[1] for b in bs)
+        tokens = x.shape[0] * group.world_size
+        method = choices_of(group).method("all_gather_matmul", x.dtype, n, x.shape[1], tokens)
     if method.name == "ring_exchange":
         return ring_exchange.all_gather_matmul(buffer, x, bs, biases, gather=gather, method=method)
     if method.name == "nccl":
         return collective.all_gather_matmul(buffer, x, bs, biases, gather=gather, method=method)
     needs_gathered = gather or len(bs) > 1
-    outs = [fused_all_gather.launch(buffer, x, bs[0], biases[0], gather=needs_gathered, active_tokens=active_tokens)]
+    sender, config = _SENDERS[method.use_ce], _tiles(method)
+    outs = [
+        fused_all_gather.launch(
+            buffer,
+            x,
+            bs[0],
+            biases[0],
+            active_tokens=active_tokens,
+            gather=needs_gathered,
+            sender=sender,
+            config=config,
+        )
+    ]
     if needs_gathered:
         rows = gathered.launch(buffer, outs[0].shape[0], active_tokens)
         for b, bias in zip(bs[1:], biases[1:], strict=True):
@@ -50,13 +78,19 @@ def matmul_reduce_scatter(
     *,
     method: Method,
     active_tokens: torch.Tensor | None = None,
+    operation: str = "matmul_reduce_scatter",
 ) -> torch.Tensor:
     """This rank's chunk of ``sum over ranks of a @ b``, plus ``bias``: [T, K] and [K, N] -> [T/W, N], fresh. With
-    ``active_tokens`` by the fused method."""
+    ``active_tokens`` by the fused method.
+
+    ``operation`` is the one that this product is a part of, under which ``auto`` looks it up.
+    """
+    if method.name == "auto":
+        method = choices_of(buffer.group).method(operation, a.dtype, b.shape[1], a.shape[1], a.shape[0])
     if method.name == "ring_exchange":
         return ring_exchange.matmul_reduce_scatter(buffer, a, b, bias, method=method)
     if method.name == "pipeline":
         return pipeline.matmul_reduce_scatter(buffer, a, b, bias, method=method)
     if method.name == "nccl":
         return collective.matmul_reduce_scatter(buffer, a, b, bias, method=method)
-    return fused_reduce_scatter.launch(buffer, a, b, bias, active_tokens=active_tokens)
+    return fused_reduce_scatter.launch(buffer, a, b, bias, active_tokens=active_tokens, config=_tiles(method))

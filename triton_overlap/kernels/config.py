@@ -14,13 +14,15 @@ MAX_STORE_COLUMNS = 128
 FLAG_LANES = 16
 #: Bytes of a piece that one program pushes and announces at a time: about 9 us on an H200, a tenth of a tile's time.
 PIECE_BYTES = 128 * 1024
+#: Sizes that a tile may be given by name; a TMA descriptor's block has at most 256 in each direction.
+TILE_SIZES = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
 class TileConfig:
     """How a kernel is cut into tiles; every field is part of its compilation key.
 
-    One configuration serves every token count, so that a new count never compiles.
+    Unless a method names others, one configuration serves every token count, so that a new count never compiles.
 
     Attributes:
         BLOCK_M, BLOCK_N, BLOCK_K: a tile of the output, and a step of the contraction.
@@ -49,6 +51,38 @@ class TileConfig:
     @property
     def store_columns(self) -> int:
         return min(self.BLOCK_N, MAX_STORE_COLUMNS)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a tile of the output, which ranks must agree on: flags are set by them."""
+        return self.BLOCK_M, self.BLOCK_N
+
+    @classmethod
+    @functools.cache
+    def named(cls, text: str) -> TileConfig:
+        """The configuration that ``text`` names: BLOCK_M x BLOCK_N x BLOCK_K x num_warps x num_stages.
+
+        Raises:
+            ValueError: another form, or sizes out of range.
+
+        Example::
+
+            >>> TileConfig.named("128x128x64x4x4").num_warps
+            4
+        """
+        numbers = text.split("x")
+        if len(numbers) != 5 or not all(number.isdecimal() for number in numbers):
+            raise ValueError(
+                f"tiles must be BLOCK_M x BLOCK_N x BLOCK_K x num_warps x num_stages, such as '128x256x64x8x3', "
+                f"got {text!r}"
+            )
+        block_m, block_n, block_k, num_warps, num_stages = map(int, numbers)
+        sizes = block_m, block_n, block_k
+        if any(size not in TILE_SIZES for size in sizes):
+            raise ValueError(f"sizes of tiles must be one of {', '.join(map(str, TILE_SIZES))}, got {text!r}")
+        if num_warps not in (1, 2, 4, 8, 16) or not 1 <= num_stages <= 8:
+            raise ValueError(f"tiles must have 1, 2, 4, 8 or 16 warps and 1 to 8 stages, got {text!r}")
+        return cls(*sizes, 8, 1024 * num_warps, num_stages=num_stages, num_warps=num_warps, descriptors=True)
 
 
 def _power_of_two(value: int, low: int, high: int) -> int:

@@ -298,7 +298,7 @@ def launch(
             rows=rows,
             slot_rows=slot_rows,
             delay=DELAY_PER_PROGRAM * group.backend.num_programs,
-            operation=operation_code(Operation.MATMUL_REDUCE_SCATTER, a.dtype),
+            operation=operation_code(Operation.MATMUL_REDUCE_SCATTER, a.dtype, tile=config.tile),
             **gemm_arguments(config, stored_b, out, rows, descriptors),
         )
     return out

@@ -1,10 +1,11 @@
 """Which way an operation is done, with the choices of that way. Plain Python.
 
-method         what it is                                                            options
-fused          one persistent kernel: tiles wait for flags, or store what peers await
-ring_exchange  chunk by chunk: the GEMM of one beside the transfer of the next       aggregate, use_ce, num_sm
-pipeline       chunks in parts: a part's reduce-scatter beside the next one's GEMM   num_splits, num_sm
-bulk           a collective beside a GEMM that does not depend on it                 use_ce, num_sm
+method         what it is                                                              options
+auto           one of the others, by a measured table (choose.py)
+fused          one persistent kernel: tiles wait for flags, or store what peers await  use_ce, tiles
+ring_exchange  chunk by chunk: the GEMM of one beside the transfer of the next         aggregate, use_ce, num_sm
+pipeline       chunks in parts: a part's reduce-scatter beside the next one's GEMM     num_splits, num_sm
+bulk           a collective beside a GEMM that does not depend on it                   use_ce, num_sm
 nccl           collectives of torch.distributed and torch.matmul, one after the other
 """
 
@@ -15,20 +16,24 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
+from .config import TileConfig
+
 #: Options by method; those of one name mean the same for each.
 OPTIONS: dict[str, tuple[str, ...]] = {
-    "fused": (),
+    "auto": (),
+    "fused": ("use_ce", "tiles"),
     "ring_exchange": ("aggregate", "use_ce", "num_sm"),
     "pipeline": ("num_splits", "num_sm"),
     "bulk": ("use_ce", "num_sm"),
     "nccl": (),
 }
+_EVERY_OPTION = ("aggregate", "use_ce", "num_sm", "num_splits", "tiles")
 #: Operations by name, and the methods that apply to each.
 APPLICABLE: dict[str, tuple[str, ...]] = {
-    "all_gather_matmul": ("fused", "ring_exchange", "nccl"),
-    "matmul_reduce_scatter": ("fused", "ring_exchange", "pipeline", "nccl"),
-    "matmul_all_reduce": ("fused", "ring_exchange", "pipeline", "nccl"),
-    "replicated_matmul": ("fused", "ring_exchange", "pipeline", "nccl"),
+    "all_gather_matmul": ("fused", "ring_exchange", "nccl", "auto"),
+    "matmul_reduce_scatter": ("fused", "ring_exchange", "pipeline", "nccl", "auto"),
+    "matmul_all_reduce": ("fused", "ring_exchange", "pipeline", "nccl", "auto"),
+    "replicated_matmul": ("fused", "ring_exchange", "pipeline", "nccl", "auto"),
     "all_gather_beside_matmul": ("bulk",),
     "reduce_scatter_beside_matmul": ("bulk",),
 }
@@ -45,6 +50,8 @@ class Method:
             are long. The same on every rank.
         num_sm: programs that move data beside the GEMM; None for a default.
         num_splits: parts of the output, 1 or more; None for a default.
+        tiles: of the kernel, ``BLOCK_M x BLOCK_N x BLOCK_K x num_warps x num_stages`` written as ``"128x256x64x8x3"``;
+            None for those of ``config.tile_config``. The same on every rank. Each is compiled once.
 
     Raises:
         ValueError: an unknown name, an option that the method does not have, or a number below 1.
@@ -62,6 +69,7 @@ class Method:
     use_ce: bool | None = None
     num_sm: int | None = None
     num_splits: int | None = None
+    tiles: str | None = None
     _text: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
@@ -74,16 +82,19 @@ class Method:
             if option in ("num_sm", "num_splits"):
                 if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                     raise ValueError(f"{option} must be a whole number of at least 1, got {value!r}")
+            elif option == "tiles":
+                if not isinstance(value, str):
+                    raise ValueError(f"tiles must be a text such as '128x256x64x8x3', got {value!r}")
+                TileConfig.named(value)
             elif not isinstance(value, bool):
                 raise ValueError(f"{option} must be True or False, got {value!r}")
         # Written now, since torch.compile traces no formatting of numbers.
         options = ",".join(f"{name}={value}" for name, value in self.options().items())
         object.__setattr__(self, "_text", f"{self.name}({options})" if options else self.name)
 
-    def options(self) -> dict[str, bool | int]:
+    def options(self) -> dict[str, bool | int | str]:
         """The options that were given."""
-        names = ("aggregate", "use_ce", "num_sm", "num_splits")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in _EVERY_OPTION if getattr(self, name) is not None}
 
     def __str__(self) -> str:
         return self._text
@@ -97,9 +108,11 @@ class Method:
             raise ValueError(f"method {text!r} must be a name, or a name with options such as 'pipeline(num_splits=2)'")
         for item in filter(None, rest.removesuffix(")").split(",")):
             option, _, value = (part.strip() for part in item.partition("="))
-            if option not in ("aggregate", "use_ce", "num_sm", "num_splits"):
+            if option not in _EVERY_OPTION:
                 raise ValueError(f"unknown option {option!r} of method {text!r}")
-            if value in ("True", "False"):
+            if option == "tiles":
+                options[option] = value
+            elif value in ("True", "False"):
                 options[option] = value == "True"
             elif value.isdecimal():
                 options[option] = int(value)
@@ -120,8 +133,9 @@ def gather_method(text: str) -> str:
 def reduce_method(text: str) -> str:
     """What the reduce-scatter takes in the backward pass of an all-gather GEMM done by the method ``text``."""
     method = Method.parse(text)
-    # Gathered chunks are multiplied in pairs; sums need none.
-    return str(dataclasses.replace(method, aggregate=None))
+    # Gathered chunks are multiplied in pairs; sums need none. The fused sum has one sender, programs.
+    use_ce = None if method.name == "fused" else method.use_ce
+    return str(dataclasses.replace(method, aggregate=None, use_ce=use_ce))
 
 
 @functools.cache
@@ -138,7 +152,27 @@ def parse_for(operation: str, text: str) -> Method:
         )
     if method.aggregate and operation != "all_gather_matmul":
         raise ValueError(f"{operation}: aggregate applies to all_gather_matmul alone, got method {text!r}")
+    if method.name == "fused" and method.use_ce is not None and operation != "all_gather_matmul":
+        raise ValueError(
+            f"{operation}: use_ce of method 'fused' applies to all_gather_matmul alone, got method {text!r}; "
+            "leave it out"
+        )
     return method
+
+
+def missing_part(method: Method, world_size: int, *, copies: bool, collectives: bool) -> str | None:
+    """What ``method`` needs and a backend lacks: ``"copies"``, ``"collectives"``, or None where it can run.
+
+    Args:
+        method: with its options.
+        world_size: ranks of the group.
+        copies, collectives: whether the backend has them (comm/backend.py).
+    """
+    if method.use_ce and not copies:
+        return "copies"
+    if method.name == "nccl" and world_size > 1 and not collectives:
+        return "collectives"
+    return None
 
 
 def chunk_groups(rank: int, world_size: int, aggregate: bool) -> list[tuple[int, int]]:

@@ -60,7 +60,7 @@ def matmul_all_reduce_op(
     """``torch.ops.triton_overlap.matmul_all_reduce``: arguments as in ``matmul_reduce_scatter`` -> [T, N], fresh."""
     user_buffer = user_buffer_by_handle(buffer)
     tokens, by = check_reduced_product(_ALL_REDUCE, user_buffer, a, b, bias, main_grad, method)
-    shard = by_method.matmul_reduce_scatter(user_buffer, a, b, bias, method=by)
+    shard = by_method.matmul_reduce_scatter(user_buffer, a, b, bias, method=by, operation=_ALL_REDUCE)
     all_gather_kernel.launch(user_buffer, shard)
     return gathered.launch(user_buffer, tokens)
 

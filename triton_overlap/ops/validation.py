@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..errors import ActiveShapeError
-from ..kernels.methods import APPLICABLE, Method, parse_for
+from ..kernels.methods import APPLICABLE, Method, missing_part, parse_for
 
 #: dtypes that a product beside a collective may have: what torch multiplies on every device, and can differentiate.
 PRODUCT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -171,12 +171,18 @@ def check_method(operation: str, buffer: UserBuffer, text: str, active_tokens: T
             "use 'fused'"
         )
     backend = buffer.group.backend
-    if method.use_ce and backend.copies is None:
+    missing = missing_part(
+        method,
+        backend.world_size,
+        copies=backend.copies is not None,
+        collectives=backend.collectives is not None,
+    )
+    if missing == "copies":
         raise NotImplementedError(
             f"{operation}: method {text!r} wants a copy engine, and the {backend.name} backend has none; "
             "give use_ce=False"
         )
-    if method.name == "nccl" and buffer.group.world_size > 1 and backend.collectives is None:
+    if missing == "collectives":
         raise NotImplementedError(
             f"{operation}: method 'nccl' needs the collectives of a torch.distributed process group, and the "
             f"{backend.name} backend has none; use 'ring_exchange', or a group over rank processes"

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from triton_overlap.bench.timing import Call, Sample, Timing, take_turns
+from triton_overlap.timing import Call, Sample, Timing, slowest, take_turns
 
 
 def test_timing_of_samples() -> None:
     found = Timing.of([Sample(3.0, 0.3), Sample(1.0, 0.1), Sample(2.0, 0.2)])
     assert found == Timing(median_ms=2.0, min_ms=1.0, max_ms=3.0, host_median_ms=0.2)
+
+
+def test_the_slowest_rank_counts() -> None:
+    def timing(median: float) -> Timing:
+        return Timing(median, median, median, 0.0)
+
+    found = slowest([{"a": timing(1.0), "b": timing(5.0)}, {"a": timing(2.0), "b": timing(3.0)}])
+    assert found == {"a": timing(2.0), "b": timing(5.0)}
 
 
 def test_rivals_take_turns_on_changing_inputs() -> None:

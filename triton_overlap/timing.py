@@ -1,9 +1,9 @@
-"""How calls are timed.
+"""How calls are timed, in benchmarks and in ``tune``.
 
 On a GPU one sample is: a host barrier, a sleep on the stream long enough for the host to enqueue everything behind it,
-a one-element all-reduce that lines the ranks up on their devices, then the call between two events. So a sample is
-device time, and the host's own time is kept beside it. Rivals take turns within a round, in another order each round,
-and every call gets the next input set, so that no rival finds its operands in a cache or the clocks in its favour.
+a small collective that lines the ranks up on their devices, then the call between two events. So a sample is device
+time, and the host's own time is kept beside it. Calls take turns within a round, in another order each round, and every
+call gets the next input set, so that none finds its operands in a cache or the clocks in its favour.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 #: Cycles of the sleep before a sample, about 2 ms on current GPUs.
 SLEEP_CYCLES = 4_000_000
@@ -35,7 +34,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Timing:
-    """Samples of one rival on one problem, in milliseconds."""
+    """Samples of one call on one problem, in milliseconds."""
 
     median_ms: float
     min_ms: float
@@ -57,17 +56,23 @@ class Timer(Protocol):
     def __call__(self, call: Call, index: int) -> Sample: ...
 
 
+@dataclass(frozen=True)
 class EventTimer:
-    """CUDA events, as the module's page describes."""
+    """CUDA events, as the module's page describes.
 
-    def __init__(self, device: torch.device) -> None:
-        self._line_up = torch.zeros(1, device=device)
+    Args:
+        barrier: of the hosts.
+        line_up: enqueues a small collective on the current stream.
+    """
+
+    barrier: Callable[[], object]
+    line_up: Callable[[], object]
 
     def __call__(self, call: Call, index: int) -> Sample:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        dist.barrier()
+        self.barrier()
         torch.cuda._sleep(SLEEP_CYCLES)
-        dist.all_reduce(self._line_up)
+        self.line_up()
         start.record()
         began = time.perf_counter()
         call(index)
@@ -77,11 +82,18 @@ class EventTimer:
         return Sample(start.elapsed_time(end), host_ms)
 
 
+@dataclass(frozen=True)
 class HostTimer:
-    """Wall-clock time, for processors whose calls return when they are done."""
+    """Wall-clock time, for processors whose calls return when they are done.
+
+    Args:
+        barrier: of the hosts.
+    """
+
+    barrier: Callable[[], object]
 
     def __call__(self, call: Call, index: int) -> Sample:
-        dist.barrier()
+        self.barrier()
         began = time.perf_counter()
         call(index)
         elapsed_ms = 1e3 * (time.perf_counter() - began)
@@ -107,16 +119,11 @@ def take_turns(
     return {name: Timing.of(found) for name, found in samples.items()}
 
 
-def copy_engine_gbps(device: torch.device, peer: torch.device, num_bytes: int = 1 << 28, repeats: int = 10) -> float:
-    """10^9 bytes a second that the copy engine moves from ``device`` to ``peer``, the best of ``repeats``."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty(num_bytes, dtype=torch.uint8, device=peer)
-    best_ms = float("inf")
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        best_ms = min(best_ms, start.elapsed_time(end))
-    return num_bytes / best_ms / 1e6
+def slowest(timings: Iterable[Mapping[str, Timing]]) -> dict[str, Timing]:
+    """Of the ranks' ``timings``, for each call those of the rank with the largest median."""
+    found: dict[str, Timing] = {}
+    for of_rank in timings:
+        for name, timing in of_rank.items():
+            if name not in found or timing.median_ms > found[name].median_ms:
+                found[name] = timing
+    return found
