@@ -19,6 +19,8 @@ PAGES = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/index.md",
+    "docs/choosing.md",
+    "docs/methods.md",
     "docs/simulator.md",
     "triton_overlap/comm/README.md",
     "benchmarks/README.md",

@@ -11,13 +11,41 @@ import pytest
 import torch
 
 from tests import tuning_bodies
-from tests.ops.cases import DTYPES, Sizes, in_simulator, on_ranks
+from tests.distributed import Ranks
+from tests.ops import method_bodies
+from tests.ops.cases import DTYPES, FULL_GPU, ODD_GPU, Sizes, in_simulator, on_ranks
 from triton_overlap.kernels.choose import choices_of
 from triton_overlap.tuning import default_candidates
 
 #: Rows of both classes of the bodies' table, whose border is 8 rows a rank.
 SIZES = Sizes(hidden=24, features=40, rows=(9, 2, 11), max_rows=11)
 TINY = Sizes(hidden=16, features=24, rows=(9, 2), max_rows=11)
+
+
+#: Tiles that end inside a chunk, and both senders.
+GATHER = ["fused(use_ce=True,tiles=16x32x32x4x2)", "fused(use_ce=False,tiles=32x16x16x8x3)"]
+REDUCE = ["fused(tiles=16x16x32x4x2)"]
+GPU_GATHER = ["fused(use_ce=True,tiles=128x128x64x4x4)", "fused(use_ce=False,tiles=64x128x64x4x4)"]
+GPU_REDUCE = ["fused(tiles=128x128x64x4x4)", "fused(tiles=256x128x64x8x3)"]
+PIECES = Sizes(hidden=24, features=40, rows=(19, 1), max_rows=20)
+
+
+def test_values_by_other_tiles_and_senders() -> None:
+    on_ranks(2, method_bodies.values, PIECES, torch.bfloat16, GATHER, REDUCE)
+    in_simulator(2, 0, method_bodies.once, TINY, torch.float32, GATHER, REDUCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", (FULL_GPU, ODD_GPU), ids=("aligned", "unaligned"))
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_values_by_other_tiles_and_senders_on_gpus(gpu_ranks: Ranks, dtype: torch.dtype, sizes: Sizes) -> None:
+    on_ranks(gpu_ranks, method_bodies.values, sizes, dtype, GPU_GATHER, GPU_REDUCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
+def test_a_table_is_measured_on_gpus(dtype: torch.dtype) -> None:
+    on_ranks(Ranks(2, "cuda"), tuning_bodies.tuned_by_default, FULL_GPU, dtype)
 
 
 def test_a_table_is_measured_saved_and_followed(tmp_path: Path) -> None:

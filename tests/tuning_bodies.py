@@ -12,12 +12,12 @@ import triton_overlap as to
 from tests.ops import method_bodies
 from tests.ops.cases import Draw, Sizes, assert_close, assert_equal, leaf, leaves64
 from triton_overlap import reference
-from triton_overlap.kernels import by_method
+from triton_overlap.kernels import ring_exchange
 from triton_overlap.kernels.choose import choices_of
 from triton_overlap.kernels.tables import Row, Table
 from triton_overlap.tuning import decide, default_candidates
 
-CANDIDATES = {
+CANDIDATES: dict[str, list[str | to.Method]] = {
     "all_gather_matmul": ["fused", "ring_exchange(use_ce=False)"],
     "matmul_reduce_scatter": ["fused(tiles=16x32x32x4x2)", to.Method("pipeline", num_splits=2)],
     "matmul_all_reduce": ["ring_exchange"],
@@ -72,6 +72,27 @@ def tuned(group: to.Group, sizes: Sizes, path: str | None) -> Table:
     group.recover()
     follows_the_table(group, sizes, table)
     return table
+
+
+def tuned_by_default(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
+    """Every candidate that there is by default, at few and at many tokens; then values and gradients by ``auto``."""
+    world_size, hidden, features = group.world_size, sizes.hidden, sizes.features
+    problems = [
+        to.Problem(operation, rows * world_size, n, k, world_size, dtype)
+        for rows in (min(sizes.rows), max(sizes.rows))
+        for operation, n, k in (
+            ("all_gather_matmul", features, hidden),
+            ("matmul_reduce_scatter", hidden, features),
+            ("matmul_all_reduce", hidden, features),
+        )
+    ]
+    table = to.tune(group, problems, effort=to.Effort(rounds=3))
+    for row in table.rows:
+        possible = [name for name in default_candidates(row.operation, dtype) if name in row.times_ms]
+        assert list(row.times_ms) == possible
+        assert len(possible) >= len(default_candidates(row.operation, dtype)) - 1, "all but nccl, where GPUs are shared"
+    method_bodies.once(group, sizes, dtype, ["auto"], ["auto"])
+    method_bodies.all_reduce(group, sizes, dtype, ["auto"])
 
 
 def follows_the_table(group: to.Group, sizes: Sizes, table: Table) -> None:
@@ -144,7 +165,7 @@ def backward_chooses(group: to.Group, sizes: Sizes) -> None:
         asked.append((*arguments, str(found)))
         return found
 
-    choices.method = method  # type: ignore[method-assign]
+    choices.method = method  # type: ignore[assignment, method-assign]
     buffer = sizes.buffer(group, torch.float32)
     draw = Draw(group, torch.float32, 3)
     hidden, features = sizes.hidden, sizes.features
@@ -314,7 +335,7 @@ def errors(group: to.Group, sizes: Sizes, folder: str) -> None:
 def a_wrong_candidate(group: to.Group, sizes: Sizes) -> str:
     """A method with a fault on one rank is not timed."""
     problem = to.Problem("all_gather_matmul", 4 * group.world_size, 8, sizes.hidden, group.world_size, torch.float32)
-    plain = by_method.ring_exchange.all_gather_matmul
+    plain = ring_exchange.all_gather_matmul
 
     def faulty(*arguments: Any, **keywords: Any) -> list[torch.Tensor]:
         outs = plain(*arguments, **keywords)
@@ -323,7 +344,7 @@ def a_wrong_candidate(group: to.Group, sizes: Sizes) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if group.rank == 1:
-            patch.setattr(by_method.ring_exchange, "all_gather_matmul", faulty)
+            patch.setattr(ring_exchange, "all_gather_matmul", faulty)
         with pytest.raises(to.WrongResult) as caught:
             to.tune(group, [problem], candidates={"all_gather_matmul": ["fused", "ring_exchange"]})
     assert group.broken is None

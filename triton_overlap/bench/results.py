@@ -14,10 +14,9 @@ from rich.table import Table
 
 from triton_overlap.timing import Timing
 
-#: Rivals of the first table and the figure; the second table has the library's methods.
+#: Rivals of the first table; the second one has the library's methods.
 TITLES = {
     "fused": "fused",
-    "auto": "auto",
     "gemm": "GEMM alone",
     "collective": "collective + GEMM",
     "async_tp": "async-TP",
@@ -210,7 +209,7 @@ def draw(results: Results, path: Path) -> None:
     figure = Figure(figsize=(5.5 * len(products), 4), layout="constrained")
     panels = figure.subplots(1, len(products), squeeze=False)[0]
     for axes, rows in zip(panels, products, strict=True):
-        for name, title in TITLES.items():
+        for name, title in (TITLES | {"auto": "auto"}).items():
             points = [(row.tokens, ratio) for row in rows if (ratio := row.ratio(name, "gemm")) is not None]
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=title)

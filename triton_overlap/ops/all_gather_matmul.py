@@ -356,8 +356,8 @@ def all_gather_matmul(
         b: [K, N], any strides ``torch.matmul`` takes without a copy, or several that share one gather.
         buffer: a user buffer with hidden size K and room for T tokens.
         bias: [N], or one (or None) for each of several ``b``.
-        method: ``"fused"`` (one persistent kernel), ``"ring_exchange"`` or ``"nccl"``, or a ``Method`` with options;
-            see docs/methods.md. Backward takes the same one.
+        method: ``"fused"`` (one persistent kernel), ``"ring_exchange"`` or ``"nccl"``, a ``Method`` with options, or
+            ``"auto"``, which chooses by a measured table; see docs/methods.md. Backward takes the same one.
         return_gathered: also return the gathered rows, differentiable as well.
         main_grad: float32 [K, N], any strides, or one (or None) for each of several ``b``. Backward adds the weight
             gradient to it, and ``b`` gets no gradient of its own.

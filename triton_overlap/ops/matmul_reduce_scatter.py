@@ -130,8 +130,9 @@ def matmul_reduce_scatter(
         b: [K, N], this rank's rows, any strides ``torch.matmul`` takes without a copy.
         buffer: a user buffer with hidden size N and room for T tokens.
         bias: [N], the same on every rank; added once, after the sum. Every rank gets its full gradient.
-        method: ``"fused"`` (one persistent kernel), ``"ring_exchange"``, ``"pipeline"`` or ``"nccl"``, or a ``Method``
-            with options; see docs/methods.md. Backward takes the same one, and ring exchange after ``"pipeline"``.
+        method: ``"fused"`` (one persistent kernel), ``"ring_exchange"``, ``"pipeline"`` or ``"nccl"``, a ``Method``
+            with options, or ``"auto"``, which chooses by a measured table; see docs/methods.md. Backward takes the same
+            one, and ring exchange after ``"pipeline"``.
         main_grad: float32 [K, N], any strides. Backward adds the weight gradient to it, and ``b`` gets no gradient of
             its own.
         active_tokens: T on the device, for a buffer with ``device_count``; see docs/device_count.md. By the fused
