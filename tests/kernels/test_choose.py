@@ -71,6 +71,24 @@ def test_the_nearest_shape_by_ratio(n: int, k: int, nearest: int) -> None:
     assert explanation.row.n == nearest
 
 
+@pytest.mark.parametrize(
+    "n, k, nearest",
+    # At (4096, 8192) the ratios are 2 and 4, at (4096, 4096) 4 and 2; half-way (5792.6) both are alike.
+    [
+        (4096, 8192, (8192, 8192)),
+        (4096, 4096, (4096, 2048)),
+        (4096, 5792, (4096, 2048)),
+        (4096, 5793, (8192, 8192)),
+        (8192, 4096, (8192, 8192)),
+    ],
+)
+def test_n_and_k_count_alike(n: int, k: int, nearest: tuple[int, int]) -> None:
+    by = choices(table(row(128, "nccl", 8192, 8192), row(128, "fused", 4096, 2048)))
+    found = by.explain(GATHER, torch.bfloat16, n, k, 128).row
+    assert found is not None
+    assert (found.n, found.k) == nearest
+
+
 def test_the_first_table_that_has_the_operation_counts() -> None:
     other = table(row(64, "ring_exchange"), source="b.json")
     assert chosen(64, by=choices(other, TABLE)) == "ring_exchange"
