@@ -207,6 +207,8 @@ def launch(
     rows, k = x.shape
     tokens = rows * world_size
     stored_b = StoredB.of(b)
+    # Those that nobody chose follow from what the header has anyway; a difference in N is to be called that.
+    tile = None if config is None else config.tile
     config = config or tile_config(x.dtype, b.shape[1], k, interpreted=group.backend.interpreted)
     gated = epilogue is not None and epilogue.gated
     out = torch.empty(tokens, b.shape[1] // 2 if gated else b.shape[1], dtype=x.dtype, device=x.device)
@@ -246,7 +248,7 @@ def launch(
                 slot_rows=slot_rows,
                 rows_per_flag=rows_per_flag,
                 pushes=pushes,
-                operation=operation_code(Operation.ALL_GATHER_MATMUL, x.dtype, by, config.tile),
+                operation=operation_code(Operation.ALL_GATHER_MATMUL, x.dtype, by, tile),
                 FUNCTION=None if epilogue is None else epilogue.function,
                 GATED=gated,
                 **gemm_arguments(config, stored_b, out, out_rows, descriptors, paired=gated),

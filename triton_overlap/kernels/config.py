@@ -54,7 +54,7 @@ class TileConfig:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Rows and columns of a tile of the output, which ranks must agree on: flags are set by them."""
+        """Rows and columns of a tile of the output. Ranks must agree on them, since flags are set by tiles."""
         return self.BLOCK_M, self.BLOCK_N
 
     @classmethod
