@@ -26,7 +26,7 @@ from tests.distributed import Ranks, run_ranks
 from triton_overlap.comm import backends
 from triton_overlap.comm.backend import CopyStream
 from triton_overlap.comm.backends import cuda, shm
-from triton_overlap.comm.bootstrap import LocalBootstrap, StoreBootstrap
+from triton_overlap.comm.bootstrap import PIECE_BYTES, LocalBootstrap, StoreBootstrap
 from triton_overlap.errors import BackendError, ClosedError, CommMismatchError, CommTimeoutError
 
 TIMEOUT_S = 30.0
@@ -72,6 +72,27 @@ def _gather_in_order() -> list[list[Any]]:
 def test_all_gather_object_is_in_rank_order(world_size: int) -> None:
     expected = [[(number, rank, b"\x00\xff") for rank in range(world_size)] for number in range(20)]
     assert run_ranks(world_size, _gather_in_order) == [expected] * world_size
+
+
+def _large_values(sizes: list[int]) -> list[int]:
+    """Keys that the store keeps after values of these many bytes, alternating between the ranks, and a barrier."""
+    bootstrap = _bootstrap()
+    before = bootstrap._store.num_keys()
+    bootstrap.barrier(TIMEOUT_S)
+    for number, size in enumerate(sizes):
+        value = torch.arange(size if (number + bootstrap.rank) % 2 else 3, dtype=torch.uint8)
+        gathered = bootstrap.all_gather_object(value, TIMEOUT_S)
+        for rank, other in enumerate(gathered):
+            assert torch.equal(other, torch.arange(size if (number + rank) % 2 else 3, dtype=torch.uint8))
+    bootstrap.barrier(TIMEOUT_S)
+    bootstrap.barrier(TIMEOUT_S)
+    return [before, bootstrap._store.num_keys()]
+
+
+def test_values_larger_than_the_store_takes_at_once() -> None:
+    """What torch's own store refuses, by closing the connection, goes in pieces, which do not stay."""
+    for before, after in run_ranks(2, _large_values, [9 << 20, PIECE_BYTES, 2 * PIECE_BYTES, 30 << 20]):
+        assert after - before <= 4  # the last two collectives' own
 
 
 def _missing() -> tuple[str, list[int]]:

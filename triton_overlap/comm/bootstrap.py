@@ -23,6 +23,10 @@ from triton_overlap.errors import BackendError, CommError, CommMismatchError, Co
 
 #: The longest sleep between two looks at the store, in seconds. Waits begin with far shorter ones.
 _LONGEST_SLEEP_S = 0.01
+#: Bytes of a value in the store at most: the server of torch's TCPStore drops whoever sends it more than 8 MiB at once.
+PIECE_BYTES = 4 * 1024 * 1024
+#: Bytes that say, before the first piece, how many there are.
+_COUNT_BYTES = 8
 
 
 class Bootstrap(Protocol):
@@ -93,7 +97,7 @@ class StoreBootstrap:
         # store itself, so that the count lives exactly as long as the keys it tells apart.
         instance = self._store.add(f"triton_overlap/instances/{self.rank}", 1)
         self._instance = f"triton_overlap/{instance}"
-        self._own_keys: list[str] = []
+        self._own_keys: list[list[str]] = []
         self.rejoin(0)
 
     def barrier(self, timeout_s: float) -> None:
@@ -115,13 +119,13 @@ class StoreBootstrap:
         # The number is used up even if the collective expires, or the next call here would meet this one elsewhere.
         self._sequence += 1
         try:
-            self._store.set(keys[self.rank], cast(str, payload))  # declared for str, takes bytes
-            self._own_keys.append(keys[self.rank])
+            self._own_keys.append(self._set(keys[self.rank], payload))
             self._wait(kind, sequence, keys, timeout_s)
-            payloads = self._store.multi_get(keys)
+            payloads = [self._get(key, first) for key, first in zip(keys, self._store.multi_get(keys), strict=True)]
             # See the module's page: completing this collective proves that nobody reads the earlier ones again.
-            for key in self._own_keys[:-1]:
-                self._store.delete_key(key)
+            for earlier in self._own_keys[:-1]:
+                for key in earlier:
+                    self._store.delete_key(key)
         except dist.DistError as error:
             raise CommError(
                 f"{kind} number {sequence} failed on rank {self.rank}: the store of the process group does not answer "
@@ -135,6 +139,20 @@ class StoreBootstrap:
                 f"collective number {sequence}: ranks called different ones, in rank order: {', '.join(kinds)}"
             )
         return [entry[1] for entry in entries]
+
+    def _set(self, key: str, payload: bytes) -> list[str]:
+        """Store ``payload`` in pieces that the store takes, the one that others wait for last; returns the keys."""
+        pieces = [payload[start : start + PIECE_BYTES] for start in range(0, len(payload), PIECE_BYTES)]
+        keys = [key, *(f"{key}/{number}" for number in range(1, len(pieces)))]
+        pieces[0] = len(pieces).to_bytes(_COUNT_BYTES, "little") + pieces[0]
+        for piece_key, piece in reversed(list(zip(keys, pieces, strict=True))):
+            self._store.set(piece_key, cast(str, piece))  # declared for str, takes bytes
+        return keys
+
+    def _get(self, key: str, first: bytes) -> bytes:
+        """What ``_set`` stored, from its first piece."""
+        count = int.from_bytes(first[:_COUNT_BYTES], "little")
+        return b"".join([first[_COUNT_BYTES:], *(self._store.get(f"{key}/{number}") for number in range(1, count))])
 
     def _wait(self, kind: str, sequence: int, keys: list[str], timeout_s: float) -> None:
         # Short looks rather than one long store.wait: a blocked wait holds the store's connection, which the process
