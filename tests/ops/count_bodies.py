@@ -135,6 +135,13 @@ def errors(group: to.Group) -> None:
         ),
         (
             NotImplementedError,
+            "'fused.use_ce=True.' takes its sizes from the host",
+            lambda: to.all_gather_matmul(
+                x, b, buffer=counted_buffer, active_tokens=count, method=to.Method("fused", use_ce=True)
+            ),
+        ),
+        (
+            NotImplementedError,
             "concatenate them along N",
             lambda: to.all_gather_matmul(x, [b, b], buffer=counted_buffer, active_tokens=count),  # type: ignore[call-overload]
         ),
@@ -144,6 +151,11 @@ def errors(group: to.Group) -> None:
         with pytest.raises(kind, match=message):
             call()
     assert (counted_buffer.epoch, plain.epoch) == epochs
+    by_name = [
+        to.all_gather_matmul(x, b, buffer=counted_buffer, active_tokens=count, method=method)
+        for method in ("fused", "auto")
+    ]
+    assert_equal("auto", by_name[1][: 2 * group.world_size], by_name[0][: 2 * group.world_size])
     # The count of a forward is its backward's too.
     h = to.all_gather_matmul(counted.x, b, buffer=counted_buffer, active_tokens=count)
     count.fill_(group.world_size)

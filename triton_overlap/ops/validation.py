@@ -165,11 +165,14 @@ def check_method(operation: str, buffer: UserBuffer, text: str, active_tokens: T
     """
     method = parse_for(operation, text)
     check_count(operation, buffer, active_tokens)
-    if active_tokens is not None and method.name != "fused":
-        raise NotImplementedError(
-            f"{operation}: method {text!r} takes its sizes from the host, and active_tokens is on the device; "
-            "use 'fused'"
-        )
+    if active_tokens is not None:
+        if method.name == "auto":
+            return Method("fused")  # the only one that can: tables go by the host's count
+        if method.name != "fused" or method.use_ce:
+            raise NotImplementedError(
+                f"{operation}: method {text!r} takes its sizes from the host, and active_tokens is on the device; "
+                "use 'fused'"
+            )
     backend = buffer.group.backend
     missing = missing_part(
         method,
