@@ -13,16 +13,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from . import errors, nn, packing
+from .comm.communicators import UserBufferQuantizationMode, destroy_ub, get_ub, initialize_ub, set_ub_active_shape
 from .comm.group import Group, init_group, symmetric_allocations
-from .comm.user_buffers import (
-    UserBuffer,
-    UserBufferQuantizationMode,
-    destroy_ub,
-    get_ub,
-    initialize_ub,
-    set_ub_active_shape,
-    user_buffer_by_handle,
-)
+from .comm.user_buffers import UserBuffer, user_buffer_by_handle
 from .errors import (
     ActiveCountError,
     ActiveShapeError,
@@ -38,6 +31,7 @@ from .kernels.launching import specializations
 from .kernels.methods import Method
 from .kernels.tables import Table
 from .ops import (
+    GemmMethods,
     activation,
     add,
     all_gather,
@@ -75,6 +69,7 @@ __all__ = [
     "CommMismatchError",
     "CommTimeoutError",
     "Effort",
+    "GemmMethods",
     "Group",
     "GroupBrokenError",
     "Method",

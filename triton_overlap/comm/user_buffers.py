@@ -1,7 +1,6 @@
 """User buffers: symmetric memory of a fixed capacity, used on an active prefix whose length changes at every call.
 
-:class:`UserBuffer` is the plain object. :func:`initialize_ub` and its companions keep one process-wide set of named
-communicators behind TransformerEngine's names, for code written against those.
+:class:`UserBuffer` is the plain object, :class:`Communicator` one user of it with an active shape of its own.
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ..errors import ActiveShapeError, ClosedError
+from .gemm_configs import GemmConfig
 from .layout import STATE_WORDS, BufferLayout, StateWord, TableWord
 
 if TYPE_CHECKING:
@@ -369,27 +368,22 @@ def user_buffer_by_handle(handle: str) -> UserBuffer:
         raise ClosedError(f"no open user buffer has the handle {handle!r}") from None
 
 
-class UserBufferQuantizationMode(Enum):
-    """TransformerEngine's modes; only NONE exists here."""
-
-    NONE = "none"
-    FP8 = "fp8"
-
-
-#: The GEMMs of a transformer layer that have a communicator, by TransformerEngine's names.
-GEMM_NAMES = tuple(f"{gemm}_{step}" for gemm in ("qkv", "proj", "fc1", "fc2") for step in ("fprop", "dgrad", "wgrad"))
-
-
 class Communicator:
-    """A named user of a buffer, with an active shape of its own; what :func:`get_ub` returns.
+    """A named user of a buffer, with an active shape of its own; what ``get_ub`` returns.
 
     Operations take it wherever they take a :class:`UserBuffer`: everything but the active shape is the buffer's. Once a
     shape is set, a forward call with a tensor of another one is an ``ActiveShapeError``.
+
+    Attributes:
+        name: of the GEMM.
+        buffer: the memory.
+        config: what ``ub_cfgs`` says of the GEMM, with defaults.
     """
 
-    def __init__(self, name: str, buffer: UserBuffer) -> None:
+    def __init__(self, name: str, buffer: UserBuffer, config: GemmConfig) -> None:
         self.name = name
         self.buffer = buffer
+        self.config = config
         self.handle = f"{buffer.handle}.{name}"
         self._shape: tuple[int, int] | None = None
         _by_handle[self.handle] = self
@@ -416,131 +410,11 @@ class Communicator:
         """As ``UserBuffer.validate``, with this communicator's active shape."""
         self.buffer.check_rules(shape, dtype, device, self._shape if forward else None)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        return self  # for the reason given at UserBuffer
 
-@dataclass
-class _Manager:
-    group: Group
-    owns_group: bool
-    communicators: dict[str, Communicator]
+    def __reduce__(self) -> Any:
+        raise TypeError("a communicator cannot be pickled; save state_dict() and call initialize_ub again on loading")
 
-
-_manager: _Manager | None = None
-
-
-def initialize_ub(
-    shape: Sequence[int],
-    tp_size: int,
-    quantization_modes: Sequence[UserBufferQuantizationMode] | UserBufferQuantizationMode | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    ub_cfgs: Mapping[str, Mapping[str, Any]] | None = None,
-    bootstrap_backend: str | None = None,
-    *,
-    group: Group | None = None,
-) -> None:
-    """Collective: register the process-wide user buffers at their capacity ``shape`` [max_tokens, hidden].
-
-    Args:
-        shape: the capacity; ``set_ub_active_shape`` chooses the active prefix afterwards.
-        tp_size: ranks that share the buffers.
-        quantization_modes: NONE only.
-        dtype: of the buffers.
-        ub_cfgs: must be None: every communicator uses the fused kernels.
-        bootstrap_backend: accepted and unused: the group's own store serves.
-        group: an existing group of ``tp_size`` ranks; by default one over torch.distributed's world.
-
-    Raises:
-        NotImplementedError: a quantization mode other than NONE, or ``ub_cfgs``.
-        RuntimeError: already initialised.
-        TypeError: an argument is of another type than its annotation says; nothing was made.
-        ValueError: ``shape`` is not two-dimensional, or no buffer can have it; ``tp_size`` is not the group's size.
-    """
-    global _manager
-    if _manager is not None:
-        raise RuntimeError("user buffers are initialised already; call destroy_ub() first")
-    max_tokens, hidden = _capacity(shape, dtype)
-    if isinstance(tp_size, bool) or not isinstance(tp_size, int):
-        raise TypeError(f"initialize_ub: tp_size must be an int, got {tp_size!r}")
-    for mode in _modes(quantization_modes):
-        if mode is not UserBufferQuantizationMode.NONE:
-            raise NotImplementedError(f"quantization mode {mode} is not supported; UserBufferQuantizationMode.NONE is")
-    if ub_cfgs is not None and not isinstance(ub_cfgs, Mapping):
-        raise TypeError(f"initialize_ub: ub_cfgs must be None or a mapping, got {ub_cfgs!r}; pass None")
-    if ub_cfgs:
-        raise NotImplementedError(
-            f"ub_cfgs for {sorted(ub_cfgs)} is not supported: every communicator uses the fused kernels; pass None"
-        )
-    from .group import Group, init_group  # a group makes buffers
-
-    if group is not None and not isinstance(group, Group):
-        raise TypeError(f"initialize_ub: group must be a Group from init_group, or None, got {group!r}")
-    owns_group = group is None
-    if group is None:
-        group = init_group()
-    try:
-        if group.world_size != tp_size:
-            raise ValueError(f"tp_size must be the group's size {group.world_size}, got {tp_size}; pass another group")
-        buffer = group.user_buffer(max_tokens, hidden, dtype)
-    except BaseException:
-        if owns_group:
-            group.close()
-        raise
-    _manager = _Manager(group, owns_group, {name: Communicator(name, buffer) for name in GEMM_NAMES})
-
-
-def _capacity(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
-    """``shape`` as max_tokens and hidden, where ``initialize_ub`` can take it."""
-    allowed = "two integers, [max_tokens, hidden]"
-    try:
-        dims = [operator.index(dim) for dim in shape]
-    except TypeError:
-        raise TypeError(f"initialize_ub: shape must be {allowed}, got {shape!r}") from None
-    if len(dims) != 2:
-        raise ValueError(f"initialize_ub: shape must be {allowed}, got {dims}")
-    max_tokens, hidden = dims
-    check_capacity("initialize_ub", max_tokens, hidden, dtype)
-    return max_tokens, hidden
-
-
-def _modes(given: Any) -> list[UserBufferQuantizationMode]:
-    """One mode, several or None, as a list; TypeError where anything else is among them."""
-    modes = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    for mode in modes:
-        if not isinstance(mode, UserBufferQuantizationMode):
-            allowed = "UserBufferQuantizationMode.NONE, or a list of it"
-            raise TypeError(f"initialize_ub: quantization_modes must be {allowed}, got {mode!r}")
-    return modes
-
-
-def _initialised() -> _Manager:
-    if _manager is None:
-        raise RuntimeError("user buffers are not initialised; call initialize_ub(shape, tp_size) first")
-    return _manager
-
-
-def get_ub(name: str) -> Communicator:
-    """The communicator of the GEMM ``name``."""
-    communicators = _initialised().communicators
-    if not isinstance(name, str) or name not in communicators:
-        raise ValueError(f"unknown user buffer {name!r}; known: {', '.join(communicators)}")
-    return communicators[name]
-
-
-def set_ub_active_shape(shape: Sequence[int]) -> None:
-    """Set the active shape [active_tokens, hidden] of every communicator: no allocation, no registration.
-
-    Raises:
-        ActiveShapeError: a rule is broken; every communicator stays as it was.
-    """
-    manager = _initialised()
-    for communicator in manager.communicators.values():  # the rules are the same for all: all or none pass
-        communicator.set_buffer_active_shape(shape)
-
-
-def destroy_ub() -> None:
-    """Collective: forget the communicators, and close the group that ``initialize_ub`` made. A group that was passed in
-    keeps its buffers. Without any, nothing happens."""
-    global _manager
-    if _manager is not None:
-        manager, _manager = _manager, None
-        if manager.owns_group:
-            manager.group.close()
+    def __repr__(self) -> str:
+        return f"Communicator({self.name}, method {self.config.method}, {self.buffer})"

@@ -3,7 +3,7 @@
 Shapes, T tokens over W ranks, chunk r being rows ``[r*T/W, (r+1)*T/W)``::
 
     all-gather       x [T/W, hidden]   ->   gathered [T, hidden]    beside   a [M, K] @ b [K, N] -> [M, N]
-    reduce-scatter   x [T, hidden]     ->   part [T/W, hidden]      beside   a [M, K] @ b [K, N] -> [M, N]
+    reduce-scatter   x [T, hidden]     ->   part [T/W, hidden]      beside   a [M, K] @ b [K, N] -> [M, N], or others
 
 The GEMM is torch's, on the calling stream. Rows travel by the copy engine, or by a few programs on the side stream,
 which add the parts of a reduce-scatter as well. M, K and N are each rank's own business.
@@ -12,6 +12,9 @@ Lower bound: the larger of the GEMM alone and of (W-1)/W * T * hidden elements o
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -79,12 +82,20 @@ def reduce_scatter(
         bias: [N] or None.
         method: bulk with its options.
     """
+    product = a.new_empty((a.shape[0], b.shape[1]))
+    return reduce_scatter_beside(buffer, x, partial(multiply_into, product, a, b, bias), method=method), product
+
+
+def reduce_scatter_beside(
+    buffer: UserBuffer, x: torch.Tensor, compute: Callable[[], object], *, method: Method
+) -> torch.Tensor:
+    """This rank's chunk [T/W, hidden] of the sum of ``x`` [T, hidden], beside what ``compute`` launches on the calling
+    stream. The sum is taken in fp32 in a fixed order."""
     world_size = buffer.group.world_size
     x = contiguous_rows(x)
     tokens, hidden = x.shape
     rows = tokens // world_size
     out = x.new_empty((rows, hidden))
-    product = a.new_empty((a.shape[0], b.shape[1]))
     with stepped_call(buffer, rows, (Operation.REDUCE_SCATTER, 0, hidden), method, [out]) as steps:
         steps.send(x, 1, world_size - 1, chunked=True)
         if world_size == 1:
@@ -92,5 +103,5 @@ def reduce_scatter(
         else:
             with steps.aside():
                 steps.reduce(x, out, num_programs=steps.num_sm)
-        multiply_into(product, a, b, bias)
-    return out, product
+        compute()
+    return out

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,10 @@ from torch import Tensor, nn
 from ..comm.group import Group
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
-from .overlap import Overlap
+from .settings import LayerSettings, settings_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["ACTIVATIONS", "GATED_ACTIVATIONS", "LayerNormMLP"]
 
@@ -74,11 +77,9 @@ class LayerNormMLP(nn.Module):
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         activation: a name in ``ACTIVATIONS`` or ``GATED_ACTIVATIONS``.
         group: the ranks; every one of them builds the layer. Collective.
-        max_tokens: the largest T, a multiple of the group size.
-        sequence_parallel: whether input and output hold this rank's tokens only.
-        params_dtype: of the parameters; torch's default dtype by default.
-        device: the group's device, or ``"meta"``.
-        ub_overlap_ag: as in :class:`Linear`, like the other ``ub_`` flags; each goes to the layers it is meant for.
+        settings: ``max_tokens``, ``sequence_parallel``, ``save_gathered_input``, ``params_dtype``, ``device`` and the
+            ``ub_`` flags of :class:`Linear`; each goes to the layers it is meant for, whose ``ub_name`` is ``"fc1"``
+            and ``"fc2"``.
 
     Raises:
         ValueError: a setting does not fit; the message says what would.
@@ -94,15 +95,7 @@ class LayerNormMLP(nn.Module):
         normalization: str = "LayerNorm",
         activation: str = "gelu",
         group: Group,
-        max_tokens: int,
-        sequence_parallel: bool = False,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
+        **settings: Unpack[LayerSettings],
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS and activation not in GATED_ACTIVATIONS:
@@ -110,28 +103,19 @@ class LayerNormMLP(nn.Module):
             raise ValueError(f"LayerNormMLP: activation must be one of {known}, got {activation!r}")
         self.activation = activation
         parts = 2 if activation in GATED_ACTIVATIONS else 1
-        overlap = Overlap(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
-        shared: dict[str, Any] = {
-            "bias": bias,
-            "group": group,
-            "max_tokens": max_tokens,
-            "sequence_parallel": sequence_parallel,
-            "params_dtype": params_dtype,
-            "device": device,
-        }
         self.fc1 = LayerNormLinear(
             hidden_size,
             parts * ffn_hidden_size,
             eps,
+            bias,
             normalization=normalization,
-            parallel_mode="column",
             row_parts=parts,
+            group=group,
             ub_name="fc1",
-            **overlap.of("column"),
-            **shared,
+            **settings_of("column", **settings),
         )
         self.fc2 = Linear(
-            ffn_hidden_size, hidden_size, parallel_mode="row", ub_name="fc2", **overlap.of("row"), **shared
+            ffn_hidden_size, hidden_size, bias, group=group, ub_name="fc2", **settings_of("row", **settings)
         )
 
     def forward(self, x: Tensor) -> Tensor:

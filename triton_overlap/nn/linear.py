@@ -9,7 +9,7 @@ Shape ledger (W ranks, T tokens, ``sequence_parallel`` on)
     output            [T, out/W]                      [T/W, out]
     dgrad             reduce_scatter(dOut @ w)        gather(dOut) @ w
     wgrad             dOut^T @ gather(x), local       gather(dOut)^T @ x, local
-    saved             gather(x), weight               x, weight
+    saved             gather(x) or x, weight          x, weight
     buffer            hidden = in                     hidden = out
 
 With ``sequence_parallel=False`` activations outside the pair of layers are whole on every rank: a column-parallel layer
@@ -30,11 +30,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..comm.communicators import communicators_of
+from ..comm.gemm_configs import STEPS
 from ..comm.group import Group
-from ..comm.user_buffers import UserBuffer
+from ..comm.user_buffers import Communicator, UserBuffer
 from ..errors import ActiveShapeError
 from ..ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, replicated_matmul
-from .overlap import PARALLEL_MODES, Overlap, choose_method
+from .overlap import LIBRARY_CHOICE, PARALLEL_MODES, Overlap, gemm_methods
 from .sharding import take_shard
 
 __all__ = ["ColumnParallelLinear", "Linear", "RowParallelLinear"]
@@ -54,8 +56,12 @@ class _ParallelLinear(nn.Module):
     _split_dim: int | None
     #: Equal parts that the out_features are stacked from, each of which is split over the ranks by itself.
     _parts: int = 1
-    #: Of the operations, see ``all_gather_matmul``.
-    method: str = "fused"
+    #: Of the operations, as ``str`` of a ``GemmMethods`` or of a ``Method``.
+    method: str = LIBRARY_CHOICE
+    #: Whether a column-parallel layer keeps the gathered input for backward, or gathers it again there.
+    save_gathered_input: bool = True
+    #: The user buffer that ``initialize_ub`` registered for the layer, if it is to use that.
+    communicator: Communicator | None = None
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -84,7 +90,7 @@ class _ParallelLinear(nn.Module):
 
         self._make_parameters(bias, device, dtype)
         self._mark_parameters()
-        self._buffers_by_dtype: dict[torch.dtype, UserBuffer] = {}
+        self._buffers_by_dtype: dict[torch.dtype, UserBuffer | Communicator] = {}
         # Registered here, in the order in which all ranks build their model, and not at the first forward, which may
         # already be inside a graph capture. Under autocast the parameters' dtype is not the one that is multiplied.
         autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
@@ -221,12 +227,28 @@ class _ParallelLinear(nn.Module):
         # its backward sees all rows.
         parameter.sequence_parallel = self.sequence_parallel and dim is None and self._split_dim != 1
 
-    def _user_buffer(self, dtype: torch.dtype) -> UserBuffer:
+    def _user_buffer(self, dtype: torch.dtype) -> UserBuffer | Communicator:
         buffer = self._buffers_by_dtype.get(dtype)
         if buffer is None:
-            buffer = self.group.user_buffer(self.max_tokens, self._hidden(), dtype)
+            if self.communicator is None:
+                buffer = self.group.user_buffer(self.max_tokens, self._hidden(), dtype)
+            else:
+                buffer = self._fitting(self.communicator, dtype)
             self._buffers_by_dtype[dtype] = buffer
         return buffer
+
+    def _fitting(self, communicator: Communicator, dtype: torch.dtype) -> Communicator:
+        """``communicator``, or ValueError unless the layer's activations fit its buffer."""
+        max_tokens, hidden = communicator.capacity_shape
+        needed = (self.max_tokens, self._hidden())
+        if communicator.dtype != dtype or hidden != needed[1] or max_tokens < needed[0]:
+            raise ValueError(
+                f"{type(self).__name__}: the layer needs a buffer of {list(needed)} in {dtype}, and initialize_ub "
+                f"registered {communicator.name} with {list(communicator.capacity_shape)} in {communicator.dtype}; "
+                "register that much there, build the layer with a group that has no such buffers, or leave out the "
+                "overlap flags"
+            )
+        return communicator
 
     def _operands(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """``x`` as [rows, features], and the keyword arguments that all operations share."""
@@ -248,7 +270,7 @@ class _ParallelLinear(nn.Module):
         rows, shared = self._operands(x)
         weight = self.weight.transpose(0, 1)
         if self.sequence_parallel:
-            out = all_gather_matmul(rows, weight, **shared)
+            out = all_gather_matmul(rows, weight, save_gathered=self.save_gathered_input, **shared)
             return _unflatten(out, x, x.shape[0] * self.group.world_size)
         return _unflatten(replicated_matmul(rows, weight, **shared), x, x.shape[0])
 
@@ -395,24 +417,32 @@ class Linear(_ParallelLinear):
         parallel_mode: ``"column"``, ``"row"`` or None.
         sequence_parallel: whether activations outside a column and row pair are split by tokens.
         group: the ranks (TransformerEngine's ``tp_group``); every one of them builds the layer. Collective.
-        max_tokens: the largest T, a multiple of the group size; not needed without a ``parallel_mode``.
+        max_tokens: the largest T, a multiple of the group size; not needed without a ``parallel_mode``, and where the
+            layer uses a buffer of ``initialize_ub`` that one's capacity by default.
+        save_gathered_input: column mode with ``sequence_parallel``: whether the gathered input, T ``in_features``
+            elements, is kept until backward, or this rank's T/W rows of it, which are gathered again there. By default
+            it is kept, unless ``ub_bulk_dgrad`` hides the second gather.
         row_parts: equal parts that ``out_features`` is stacked from, such as gate and up; every rank holds a piece of
             each. Column mode only.
         params_dtype: of the parameters; bfloat16, float16 or float32. Torch's default dtype by default.
         device: the group's device, or ``"meta"`` to fill the parameters later.
         ub_overlap_ag: overlap the all-gather of the input (column), or that of the output's gradient (row).
         ub_overlap_rs: row mode: overlap the reduce-scatter of the output.
-        ub_overlap_rs_dgrad: column mode: overlap the reduce-scatter of the input's gradient with its own product. It
-            goes before the bulk flags.
+        ub_overlap_rs_dgrad: column mode: overlap the reduce-scatter of the input's gradient with its own product. The
+            bulk flags then count for nothing.
         ub_bulk_dgrad: column mode: gather the input again beside the product of its gradient.
         ub_bulk_wgrad: column mode: reduce-scatter the input's gradient beside the product of the weight's.
-        ub_name: ``"qkv"`` or ``"fc1"`` for a column, ``"proj"`` or ``"fc2"`` for a row; names the layer's GEMMs.
+        ub_name: ``"qkv"`` or ``"fc1"`` for a column, ``"proj"`` or ``"fc2"`` for a row. With an overlap flag, and after
+            ``initialize_ub`` for the group, the layer uses the buffer registered there, and the methods that its
+            ``ub_cfgs`` has for the layer's GEMMs, ``qkv_fprop`` and so on.
 
-    The flags choose the method of the layer's operations (``nn.overlap``) and never what is computed.
+    The flags choose the methods of the layer's operations (``nn.overlap``) and never what is computed. Without
+    ``ub_name`` or ``initialize_ub``, and where no flag is set, the methods are the library's choice.
 
     Raises:
         ValueError: a setting does not fit, an overlap flag has no meaning for the ``parallel_mode`` or lacks
-            ``sequence_parallel``; the message says what would do.
+            ``sequence_parallel``, or the registered buffer or its configuration does not suit the layer; the message
+            says what would do.
     """
 
     def __init__(
@@ -425,6 +455,7 @@ class Linear(_ParallelLinear):
         sequence_parallel: bool = False,
         group: Group,
         max_tokens: int | None = None,
+        save_gathered_input: bool | None = None,
         row_parts: int = 1,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -438,14 +469,31 @@ class Linear(_ParallelLinear):
         kind = type(self).__name__
         overlap = Overlap(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
         overlap.check(kind, parallel_mode, sequence_parallel, ub_name)
+        registered = communicators_of(group) if ub_name is not None and overlap.given else None
+        gemms = {} if registered is None else {step: registered.communicators[f"{ub_name}_{step}"] for step in STEPS}
+        if gemms:
+            self.communicator = gemms["fprop"]
+            max_tokens = self.communicator.capacity_shape[0] if max_tokens is None else max_tokens
         if parallel_mode is not None and max_tokens is None:
             raise ValueError(f'{kind}: parallel_mode="{parallel_mode}" needs max_tokens, the largest token count')
         if row_parts < 1 or (row_parts > 1 and parallel_mode != "column"):
             raise ValueError(f'{kind}: row_parts must be 1, or more with parallel_mode="column", got {row_parts}')
+        if save_gathered_input is None:
+            save_gathered_input = not overlap.gathers_beside_dgrad
+        elif parallel_mode != "column" or not sequence_parallel:
+            raise ValueError(
+                f'{kind}: save_gathered_input is for parallel_mode="column" with sequence_parallel, which gathers the '
+                f"input; got parallel_mode={parallel_mode!r} and sequence_parallel={sequence_parallel}"
+            )
+        elif save_gathered_input and overlap.gathers_beside_dgrad:
+            raise ValueError(
+                f"{kind}: with save_gathered_input ub_bulk_dgrad has nothing to gather; leave out one of the two"
+            )
         # Before the base class builds the shards, which depend on them.
         self._split_dim = PARALLEL_MODES[parallel_mode]
         self._parts = row_parts
-        self.method = choose_method(parallel_mode, overlap)
+        self.method = str(gemm_methods(parallel_mode, overlap, {step: gemm.config for step, gemm in gemms.items()}))
+        self.save_gathered_input = save_gathered_input
         self.parallel_mode = parallel_mode
         self.overlap = overlap
         self.ub_name = ub_name

@@ -12,17 +12,19 @@ Shape ledger (W ranks, T tokens, H heads and G key/value heads of size D, ``sequ
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from ..comm.group import Group
 from .attention import packed_attention, plain_attention
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
-from .overlap import Overlap
 from .rotary import apply_rotary, document_positions
+from .settings import LayerSettings, settings_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["MultiheadAttention"]
 
@@ -54,11 +56,9 @@ class MultiheadAttention(nn.Module):
         bias: whether the linear layers add one.
         softmax_scale: of the scores; ``1 / sqrt(kv_channels)`` by default.
         group: the ranks; every one of them builds the layer. Collective.
-        max_tokens: the largest T (for plain batches S times batch), a multiple of the group size.
-        sequence_parallel: whether input and output hold this rank's tokens only.
-        params_dtype: of the parameters; torch's default dtype by default.
-        device: the group's device, or ``"meta"``.
-        ub_overlap_ag: as in :class:`Linear`, like the other ``ub_`` flags; each goes to the layers it is meant for.
+        settings: ``max_tokens`` (the largest S times batch for plain batches), ``sequence_parallel``,
+            ``save_gathered_input``, ``params_dtype``, ``device`` and the ``ub_`` flags of :class:`Linear`; each goes to
+            the layers it is meant for, whose ``ub_name`` is ``"qkv"`` and ``"proj"``.
 
     Raises:
         ValueError: a setting does not fit; the message says what would.
@@ -80,15 +80,7 @@ class MultiheadAttention(nn.Module):
         bias: bool = True,
         softmax_scale: float | None = None,
         group: Group,
-        max_tokens: int,
-        sequence_parallel: bool = False,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
+        **settings: Unpack[LayerSettings],
     ) -> None:
         super().__init__()
         kv_heads = num_attention_heads if num_gqa_groups is None else num_gqa_groups
@@ -115,16 +107,7 @@ class MultiheadAttention(nn.Module):
         self.heads_per_group = num_attention_heads // kv_heads
         self._softmax_scale = repr(1 / math.sqrt(kv_channels) if softmax_scale is None else float(softmax_scale))
 
-        overlap = Overlap(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
-        shared: dict[str, Any] = {
-            "bias": bias,
-            "group": group,
-            "max_tokens": max_tokens,
-            "sequence_parallel": sequence_parallel,
-            "params_dtype": params_dtype,
-            "device": device,
-        }
-        column: dict[str, Any] = {"parallel_mode": "column", "ub_name": "qkv", **overlap.of("column"), **shared}
+        column: dict[str, Any] = {"bias": bias, "group": group, "ub_name": "qkv", **settings_of("column", **settings)}
         qkv_features = (num_attention_heads + 2 * kv_heads) * kv_channels
         self.qkv: Linear
         if input_layernorm:
@@ -136,10 +119,10 @@ class MultiheadAttention(nn.Module):
         self.proj = Linear(
             num_attention_heads * kv_channels,
             hidden_size,
-            parallel_mode="row",
+            bias,
+            group=group,
             ub_name="proj",
-            **overlap.of("row"),
-            **shared,
+            **settings_of("row", **settings),
         )
 
     @property

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from ..comm.group import Group
 from .layernorm_mlp import LayerNormMLP
 from .multihead_attention import MultiheadAttention
+from .settings import LayerSettings
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["TransformerLayer"]
+
+#: Overlap flags, and what each is under ``ub_tp_comm_overlap`` where nothing is said.
+_FLAGS = {
+    "ub_overlap_ag": True,
+    "ub_overlap_rs": True,
+    "ub_overlap_rs_dgrad": False,
+    "ub_bulk_dgrad": True,
+    "ub_bulk_wgrad": True,
+}
 
 
 class TransformerLayer(nn.Module):
@@ -38,16 +50,11 @@ class TransformerLayer(nn.Module):
         activation: as in :class:`LayerNormMLP`.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         group: the ranks; every one of them builds the layer. Collective.
-        max_tokens: the largest T (for plain batches S times batch), a multiple of the group size.
-        sequence_parallel: whether input and output hold this rank's tokens only.
-        params_dtype: of the parameters; torch's default dtype by default.
-        device: the group's device, or ``"meta"``.
         ub_tp_comm_overlap: switches all overlap flags; needs ``sequence_parallel``.
-        ub_overlap_ag: overlap all-gathers, see :class:`Linear`.
-        ub_overlap_rs: overlap reduce-scatters of outputs.
-        ub_overlap_rs_dgrad: overlap reduce-scatters of gradients with their own product; goes before the bulk flags.
-        ub_bulk_dgrad: gather inputs again beside the product of their gradient.
-        ub_bulk_wgrad: reduce-scatter gradients beside the product of the weight's.
+        settings: ``max_tokens`` (the largest S times batch for plain batches), ``sequence_parallel``,
+            ``save_gathered_input``, ``params_dtype``, ``device`` and the ``ub_`` flags of :class:`Linear`. Under
+            ``ub_tp_comm_overlap`` flags are set by default, but for ``ub_overlap_rs_dgrad``; without it they count for
+            nothing.
 
     Raises:
         ValueError: a setting does not fit; the message says what would.
@@ -70,16 +77,8 @@ class TransformerLayer(nn.Module):
         activation: str = "gelu",
         normalization: str = "LayerNorm",
         group: Group,
-        max_tokens: int,
-        sequence_parallel: bool = False,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
         ub_tp_comm_overlap: bool = False,
-        ub_overlap_ag: bool = True,
-        ub_overlap_rs: bool = True,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = True,
-        ub_bulk_wgrad: bool = True,
+        **settings: Unpack[LayerSettings],
     ) -> None:
         super().__init__()
         if hidden_dropout:
@@ -88,15 +87,8 @@ class TransformerLayer(nn.Module):
             "bias": bias,
             "normalization": normalization,
             "group": group,
-            "max_tokens": max_tokens,
-            "sequence_parallel": sequence_parallel,
-            "params_dtype": params_dtype,
-            "device": device,
-            "ub_overlap_ag": ub_tp_comm_overlap and ub_overlap_ag,
-            "ub_overlap_rs": ub_tp_comm_overlap and ub_overlap_rs,
-            "ub_overlap_rs_dgrad": ub_tp_comm_overlap and ub_overlap_rs_dgrad,
-            "ub_bulk_dgrad": ub_tp_comm_overlap and ub_bulk_dgrad,
-            "ub_bulk_wgrad": ub_tp_comm_overlap and ub_bulk_wgrad,
+            **settings,
+            **{flag: ub_tp_comm_overlap and settings.get(flag, default) for flag, default in _FLAGS.items()},
         }
         self.self_attention = MultiheadAttention(
             hidden_size,

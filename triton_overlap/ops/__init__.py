@@ -9,6 +9,7 @@ from .all_gather import all_gather
 from .all_gather_matmul import all_gather_matmul
 from .bulk import all_gather_beside_matmul, reduce_scatter_beside_matmul
 from .cross_entropy import cross_entropy
+from .gemm_methods import GemmMethods
 from .matmul_all_reduce import matmul_all_reduce, replicated_matmul
 from .matmul_reduce_scatter import matmul_reduce_scatter
 from .normalization import layer_norm, rms_norm
@@ -16,6 +17,7 @@ from .reduce_scatter import reduce_scatter
 from .rotary import rotary, rotary_qkv
 
 __all__ = [
+    "GemmMethods",
     "activation",
     "add",
     "all_gather",

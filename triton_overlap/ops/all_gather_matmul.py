@@ -7,9 +7,11 @@ Shape ledger (W ranks, K the buffer's hidden size, b_i any number of right opera
     forward    gathered @ b_i + bias_i                    -> out_i     [T, N_i]
     dgrad      reduce_scatter([dOut_0 | dOut_1 ..] @ [b_0 | b_1 ..]^T) -> dA [T/W, K], one call on the same buffer
     wgrad      gathered^T @ dOut_i                        -> dB_i      [K, N_i], local
+               with bulk methods a_shard is gathered again beside the product of dgrad, and its result is
+               reduce-scattered beside that of wgrad; see GemmMethods
     bias       sum over rows of dOut_i, in float32        -> dBias_i   [N_i], local
-    saved      b_i, gathered where a b_i wants a gradient, and the count where it is on the device: T then, of the rows
-               that a_shard and out have room for
+    saved      b_i, where a b_i wants a gradient gathered, or a_shard to gather again, and the count where it is on the
+               device: T then, of the rows that a_shard and out have room for
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import by_method
 from ..kernels.methods import Method, reduce_method
 from .autocast import autocast_operands
+from .bulk import reduce_scatter_beside_weight_gradient
+from .gemm_methods import GemmMethods
 from .validation import (
     check_activation,
-    check_method,
+    check_methods,
     check_one_per_b,
     check_optional_tensors,
     check_right_operand,
@@ -40,7 +44,7 @@ from .validation import (
     text_of,
     world_size_of,
 )
-from .weight_gradient import bias_gradient, weight_gradient
+from .weight_gradient import bias_gradient, local_matmul, weight_gradient
 
 __all__ = ["all_gather_matmul", "all_gather_matmul_op", "all_gather_matmuls_op"]
 
@@ -153,7 +157,7 @@ def _forward(
 ) -> list[Tensor]:
     """What both operators compute: [T, N_i] for each b, then the gathered rows where ``gather``."""
     user_buffer = user_buffer_by_handle(buffer)
-    by = check_method(_NAME, user_buffer, method, active_tokens)
+    by = check_methods(_NAME, user_buffer, method, active_tokens)
     check_activation(_NAME, user_buffer, "a_shard", a_shard, is_shard=True, is_hidden=True)
     for b, bias, main_grad in zip(bs, biases, main_grads, strict=True):
         check_right_operand(_NAME, user_buffer, b, bias, main_grad, a_shard.shape[1])
@@ -229,26 +233,72 @@ def _gradients(
     """Of the shard, of each b and of each bias; None where nobody asks or nothing came in."""
     refuse_double_backward(_NAME)
     count = len(ctx.main_grads)
+    methods = GemmMethods.parse(ctx.method)
     active_tokens, *saved = ctx.saved_tensors  # once: each access unpacks; under checkpointing it may happen only once
     bs, rows = saved[:count], saved[count:]
+    wanted = {i: grad for i, grad in enumerate(out_grads) if grad is not None and needs_bs[i]}
     a_grad: Tensor | None = None
-    if needs_a:
-        a_grad = _shard_gradient(bs, out_grads, gathered_grad, ctx.buffer, ctx.method, active_tokens)
     b_grads: list[Tensor | None] = [None] * count
-    bias_grads: list[Tensor | None] = [None] * count
-    gathered: Tensor | None = None
-    for i, out_grad in enumerate(out_grads):
-        if out_grad is None:
-            continue
-        if needs_bs[i]:
-            if gathered is None:
-                gathered = rows[0]
-                if not ctx.gather:
-                    gathered = torch.ops.triton_overlap.all_gather(gathered, ctx.buffer, active_tokens)
-            b_grads[i] = weight_gradient(gathered, out_grad, bs[i], ctx.main_grads[i], active_tokens)
-        if needs_biases[i]:
-            bias_grads[i] = bias_gradient(out_grad, active_tokens)
+    if needs_a and wanted and (methods.gathers_beside_dgrad or methods.wgrad is not None):
+        a_grad, b_grads = _gradients_beside(ctx, methods, bs, rows[0], wanted, out_grads, gathered_grad)
+    else:
+        if needs_a:
+            by = methods.dgrad if methods.dgrad and not methods.gathers_beside_dgrad else reduce_method(methods.fprop)
+            a_grad = _shard_gradient(bs, out_grads, gathered_grad, ctx.buffer, by, active_tokens)
+        if wanted:
+            gathered = rows[0]
+            if not ctx.gather:
+                gathered = torch.ops.triton_overlap.all_gather(gathered, ctx.buffer, active_tokens)
+            for i, grad in wanted.items():
+                b_grads[i] = weight_gradient(gathered, grad, bs[i], ctx.main_grads[i], active_tokens)
+    bias_grads = [
+        None if grad is None or not needed else bias_gradient(grad, active_tokens)
+        for grad, needed in zip(out_grads, needs_biases, strict=True)
+    ]
     return a_grad, b_grads, bias_grads
+
+
+def _gradients_beside(
+    ctx: Any,
+    methods: GemmMethods,
+    bs: Sequence[Tensor],
+    rows: Tensor,
+    wanted: dict[int, Tensor],
+    out_grads: Sequence[Tensor | None],
+    gathered_grad: Tensor | None,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Of the shard and of each b in ``wanted``, with collectives beside products that do not need them, which all take
+    the token count from the host."""
+    grad, weight = _side_by_side(bs, out_grads)
+    ops, transposed = torch.ops.triton_overlap, weight.transpose(0, 1)
+    if methods.dgrad is not None and not ctx.gather:
+        gathered, product = ops.all_gather_beside_matmul(rows, grad, transposed, None, ctx.buffer, methods.dgrad)
+    else:
+        gathered = rows if ctx.gather else ops.all_gather(rows, ctx.buffer)
+        product = local_matmul(grad, transposed)
+    if gathered_grad is not None:
+        product = product + gathered_grad
+    b_grads: list[Tensor | None] = [None] * len(bs)
+    if methods.wgrad is None:
+        a_grad = ops.reduce_scatter(product, ctx.buffer)
+    else:
+        i = next(iter(wanted))
+        operands = gathered, wanted.pop(i), bs[i], ctx.main_grads[i]
+        a_grad, b_grads[i] = reduce_scatter_beside_weight_gradient(
+            product, *operands, buffer=ctx.buffer, method=methods.wgrad
+        )
+    for i, out_grad in wanted.items():
+        b_grads[i] = weight_gradient(gathered, out_grad, bs[i], ctx.main_grads[i])
+    return a_grad, b_grads
+
+
+def _side_by_side(bs: Sequence[Tensor], out_grads: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """The gradients that came in, and their b's, each along N: one product, accumulated in float32 over all of them."""
+    grads = [grad for grad in out_grads if grad is not None]
+    weights = [b for b, grad in zip(bs, out_grads, strict=True) if grad is not None]
+    if len(grads) == 1:
+        return grads[0], weights[0]
+    return torch.cat(grads, dim=1), torch.cat(weights, dim=1)
 
 
 def _shard_gradient(
@@ -259,19 +309,15 @@ def _shard_gradient(
     method: str,
     active_tokens: Tensor | None,
 ) -> Tensor | None:
-    """[T/W, K]: the ranks' sum of ``sum_i out_grads[i] @ bs[i]^T``, one fused call, and of ``gathered_grad``."""
-    grads = [grad for grad in out_grads if grad is not None]
-    weights = [b for b, grad in zip(bs, out_grads, strict=True) if grad is not None]
+    """[T/W, K]: the ranks' sum of ``sum_i out_grads[i] @ bs[i]^T``, one call, and of ``gathered_grad``."""
     out: Tensor | None = None
     if gathered_grad is not None:
         out = torch.ops.triton_overlap.reduce_scatter(gathered_grad, buffer, active_tokens)
-    if not grads:
+    if all(grad is None for grad in out_grads):
         return out
-    # Side by side along N they are one product, accumulated in float32 over all of them.
-    grad = grads[0] if len(grads) == 1 else torch.cat(grads, dim=1)
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights, dim=1)
+    grad, weight = _side_by_side(bs, out_grads)
     product: Tensor = torch.ops.triton_overlap.matmul_reduce_scatter(
-        grad, weight.transpose(0, 1), None, None, buffer, reduce_method(method), active_tokens
+        grad, weight.transpose(0, 1), None, None, buffer, method, active_tokens
     )
     return product if out is None else out + product
 
@@ -287,8 +333,9 @@ def all_gather_matmul(
     *,
     buffer: UserBuffer | Communicator,
     bias: Tensor | None = ...,
-    method: str | Method = ...,
+    method: str | Method | GemmMethods = ...,
     return_gathered: Literal[False] = ...,
+    save_gathered: bool = ...,
     main_grad: Tensor | None = ...,
     active_tokens: Tensor | None = ...,
 ) -> Tensor: ...
@@ -301,8 +348,9 @@ def all_gather_matmul(
     *,
     buffer: UserBuffer | Communicator,
     bias: Tensor | None = ...,
-    method: str | Method = ...,
+    method: str | Method | GemmMethods = ...,
     return_gathered: Literal[True],
+    save_gathered: bool = ...,
     main_grad: Tensor | None = ...,
     active_tokens: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -315,8 +363,9 @@ def all_gather_matmul(
     *,
     buffer: UserBuffer | Communicator,
     bias: Sequence[Tensor | None] | None = ...,
-    method: str | Method = ...,
+    method: str | Method | GemmMethods = ...,
     return_gathered: Literal[False] = ...,
+    save_gathered: bool = ...,
     main_grad: Sequence[Tensor | None] | None = ...,
 ) -> list[Tensor]: ...
 
@@ -328,8 +377,9 @@ def all_gather_matmul(
     *,
     buffer: UserBuffer | Communicator,
     bias: Sequence[Tensor | None] | None = ...,
-    method: str | Method = ...,
+    method: str | Method | GemmMethods = ...,
     return_gathered: Literal[True],
+    save_gathered: bool = ...,
     main_grad: Sequence[Tensor | None] | None = ...,
 ) -> tuple[list[Tensor], Tensor]: ...
 
@@ -340,8 +390,9 @@ def all_gather_matmul(
     *,
     buffer: UserBuffer | Communicator,
     bias: Tensor | Sequence[Tensor | None] | None = None,
-    method: str | Method = "fused",
+    method: str | Method | GemmMethods = "fused",
     return_gathered: bool = False,
+    save_gathered: bool = True,
     main_grad: Tensor | Sequence[Tensor | None] | None = None,
     active_tokens: Tensor | None = None,
 ) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
@@ -357,8 +408,11 @@ def all_gather_matmul(
         buffer: a user buffer with hidden size K and room for T tokens.
         bias: [N], or one (or None) for each of several ``b``.
         method: ``"fused"`` (one persistent kernel), ``"ring_exchange"`` or ``"nccl"``, a ``Method`` with options, or
-            ``"auto"``, which chooses by a measured table; see docs/methods.md. Backward takes the same one.
+            ``"auto"``, which chooses by a measured table; see docs/methods.md. Backward takes the same one, or what a
+            ``GemmMethods`` gives.
         return_gathered: also return the gathered rows, differentiable as well.
+        save_gathered: keep the gathered rows, T K elements, for the gradient of ``b``; False keeps ``a_shard`` and
+            gathers again in backward. Rows that are returned are kept anyway.
         main_grad: float32 [K, N], any strides, or one (or None) for each of several ``b``. Backward adds the weight
             gradient to it, and ``b`` gets no gradient of its own.
         active_tokens: T on the device, for a buffer with ``device_count``; see docs/device_count.md. With one ``b``, by
@@ -378,12 +432,13 @@ def all_gather_matmul(
     handle, text = handle_of(_NAME, buffer), text_of(_NAME, method)
     check_tensors(_NAME, a_shard=a_shard)
     check_switch(_NAME, "return_gathered", return_gathered)
+    check_switch(_NAME, "save_gathered", save_gathered)
     check_optional_tensors(_NAME, active_tokens=active_tokens)
     if isinstance(b, Tensor):
         bias, main_grad = refuse_list(_NAME, "bias", bias), refuse_list(_NAME, "main_grad", main_grad)
         check_tensors(_NAME, b=b)
         check_optional_tensors(_NAME, bias=bias, main_grad=main_grad)
-        gather = return_gathered or (torch.is_grad_enabled() and b.requires_grad)
+        gather = return_gathered or (save_gathered and torch.is_grad_enabled() and b.requires_grad)
         a_cast, b_cast, bias_cast = autocast_operands(a_shard, b, bias)
         out: Tensor
         gathered: Tensor
@@ -400,7 +455,7 @@ def all_gather_matmul(
     bs = listed_tensors(_NAME, "b", b)
     biases = listed_optional_tensors(_NAME, "bias", bias, len(bs))
     main_grads = listed_optional_tensors(_NAME, "main_grad", main_grad, len(bs))
-    gather = return_gathered or (torch.is_grad_enabled() and any(x.requires_grad for x in bs))
+    gather = return_gathered or (save_gathered and torch.is_grad_enabled() and any(x.requires_grad for x in bs))
     a_cast, *rest = autocast_operands(a_shard, *bs, *biases)
     outs: list[Tensor] = torch.ops.triton_overlap.all_gather_matmuls(
         a_cast,

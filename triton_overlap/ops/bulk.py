@@ -12,12 +12,14 @@ Shape ledger of all_gather_beside_matmul (W ranks, H the buffer's hidden size; M
     saved      a where b wants a gradient, b where a wants one
 
 reduce_scatter_beside_matmul is the same with the two collectives exchanged: x [T, H] -> part [T/W, H], and back.
+reduce_scatter_beside_weight_gradient_ adds the product a^T @ g to a float32 tensor instead, and has no backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import bulk
+from ..kernels import weight_gradient as weight_gradient_kernel
 from ..kernels.methods import Method
 from .validation import (
     check_activation,
@@ -37,9 +40,9 @@ from .validation import (
     text_of,
     world_size_of,
 )
-from .weight_gradient import bias_gradient, local_matmul
+from .weight_gradient import bias_gradient, check_weight_gradient, is_transposed, local_matmul
 
-__all__ = ["all_gather_beside_matmul", "reduce_scatter_beside_matmul"]
+__all__ = ["all_gather_beside_matmul", "reduce_scatter_beside_matmul", "reduce_scatter_beside_weight_gradient"]
 
 _GATHER = "all_gather_beside_matmul"
 _REDUCE = "reduce_scatter_beside_matmul"
@@ -132,6 +135,40 @@ all_gather_beside_matmul_op.register_fake(_gather.fake)
 all_gather_beside_matmul_op.register_autograd(_gather.backward, setup_context=_setup_context)
 reduce_scatter_beside_matmul_op.register_fake(_reduce.fake)
 reduce_scatter_beside_matmul_op.register_autograd(_reduce.backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("triton_overlap::reduce_scatter_beside_weight_gradient_", mutates_args=("main_grad",))
+def reduce_scatter_beside_weight_gradient_op_(
+    x: Tensor, a: Tensor, g: Tensor, main_grad: Tensor, buffer: str, method: str
+) -> Tensor:
+    """``torch.ops.triton_overlap.reduce_scatter_beside_weight_gradient_``: reduce-scatter ``x`` [T, H] and meanwhile
+    add ``a^T g`` to ``main_grad``, as ``weight_gradient_`` does; -> [T/W, H], fresh."""
+    user_buffer = user_buffer_by_handle(buffer)
+    by = check_method(_REDUCE, user_buffer, method)
+    check_activation(_REDUCE, user_buffer, "x", x, is_shard=False, is_hidden=True)
+    check_weight_gradient(_REDUCE, a, g, main_grad)
+    accumulate = partial(weight_gradient_kernel.launch, a, g, accumulate_into=main_grad)
+    return bulk.reduce_scatter_beside(user_buffer, x, accumulate, method=by)
+
+
+@reduce_scatter_beside_weight_gradient_op_.register_fake
+def _weight_gradient_fake(x: Tensor, a: Tensor, g: Tensor, main_grad: Tensor, buffer: str, method: str) -> Tensor:
+    return x.new_empty((x.shape[0] // world_size_of(buffer), x.shape[1]))
+
+
+def reduce_scatter_beside_weight_gradient(
+    x: Tensor, a: Tensor, g: Tensor, b: Tensor, main_grad: Tensor | None, *, buffer: str, method: str
+) -> tuple[Tensor, Tensor | None]:
+    """The reduce-scatter of ``x`` [T, H] -> [T/W, H], and what ``weight_gradient(a, g, b, main_grad)`` gives,
+    meanwhile. Not differentiable."""
+    ops = torch.ops.triton_overlap
+    if main_grad is not None:
+        return ops.reduce_scatter_beside_weight_gradient_(x, a, g, main_grad, buffer, method), None
+    if is_transposed(b):
+        part, grad = ops.reduce_scatter_beside_matmul(x, g.transpose(0, 1), a, None, buffer, method)
+        return part, grad.transpose(0, 1)
+    part, grad = ops.reduce_scatter_beside_matmul(x, a.transpose(0, 1), g, None, buffer, method)
+    return part, grad
 
 
 def all_gather_beside_matmul(

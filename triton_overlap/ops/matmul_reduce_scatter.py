@@ -23,6 +23,7 @@ from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import by_method
 from ..kernels.methods import Method, gather_method
 from .autocast import autocast_operands
+from .gemm_methods import GemmMethods
 from .validation import (
     check_optional_tensors,
     check_reduced_product,
@@ -86,6 +87,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
     saved = ctx.saved_tensors
     needs_gathered = needs_b or needs_bias
+    methods = GemmMethods.parse(ctx.method)
     a_grad: Tensor | None = None
     gathered: Tensor | None = None
     if needs_a:
@@ -96,7 +98,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             None,
             ctx.buffer,
             needs_gathered,
-            gather_method(ctx.method),
+            methods.dgrad or gather_method(methods.fprop),
             saved[1],
         )
     elif needs_gathered:
@@ -114,7 +116,7 @@ def matmul_reduce_scatter(
     *,
     buffer: UserBuffer | Communicator,
     bias: Tensor | None = None,
-    method: str | Method = "fused",
+    method: str | Method | GemmMethods = "fused",
     main_grad: Tensor | None = None,
     active_tokens: Tensor | None = None,
 ) -> Tensor:
@@ -132,7 +134,7 @@ def matmul_reduce_scatter(
         bias: [N], the same on every rank; added once, after the sum. Every rank gets its full gradient.
         method: ``"fused"`` (one persistent kernel), ``"ring_exchange"``, ``"pipeline"`` or ``"nccl"``, a ``Method``
             with options, or ``"auto"``, which chooses by a measured table; see docs/methods.md. Backward takes the same
-            one, and ring exchange after ``"pipeline"``.
+            one, and ring exchange after ``"pipeline"``, or what a ``GemmMethods`` gives as ``dgrad``.
         main_grad: float32 [K, N], any strides. Backward adds the weight gradient to it, and ``b`` gets no gradient of
             its own.
         active_tokens: T on the device, for a buffer with ``device_count``; see docs/device_count.md. By the fused

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..errors import ActiveShapeError
 from ..kernels.methods import APPLICABLE, Method, missing_part, parse_for
+from .gemm_methods import GemmMethods, backward_operations
 
 #: dtypes that a product beside a collective may have: what torch multiplies on every device, and can differentiate.
 PRODUCT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -40,9 +41,9 @@ def handle_of(operation: str, buffer: UserBuffer | Communicator) -> str:
     return buffer.handle
 
 
-def text_of(operation: str, method: str | Method) -> str:
-    """``method`` as operators take it; TypeError unless it is a string or a ``Method``."""
-    if not isinstance(method, (str, Method)):
+def text_of(operation: str, method: str | Method | GemmMethods) -> str:
+    """``method`` as operators take it; TypeError unless it is a string, a ``Method`` or a ``GemmMethods``."""
+    if not isinstance(method, (str, Method, GemmMethods)):
         raise TypeError(
             f"{operation}: method must be a Method or the name of one, got {_described(method)}; "
             f"methods that apply here: {', '.join(map(repr, APPLICABLE[operation]))}"
@@ -193,6 +194,21 @@ def check_method(operation: str, buffer: UserBuffer, text: str, active_tokens: T
     return method
 
 
+def check_methods(operation: str, buffer: UserBuffer, text: str, active_tokens: Tensor | None = None) -> Method:
+    """The method of a product's forward pass, where ``text`` may name those of its backward pass too.
+
+    Raises:
+        ValueError: unknown, or not for the operation that it would do; says which are. Or as ``check_count``.
+        NotImplementedError: the buffer's backend lacks what one needs, or it takes its sizes from the host.
+    """
+    if ";" not in text:
+        return check_method(operation, buffer, text, active_tokens)
+    methods = GemmMethods.parse(text)
+    for backward_operation, method in backward_operations(operation, methods):
+        check_method(backward_operation, buffer, method, active_tokens)
+    return check_method(operation, buffer, methods.fprop, active_tokens)
+
+
 def check_count(operation: str, buffer: UserBuffer, active_tokens: Tensor | None) -> None:
     """ValueError unless ``active_tokens`` is what the buffer's calls want (``UserBuffer.check_count``)."""
     try:
@@ -320,7 +336,7 @@ def check_reduced_product(
     active_tokens: Tensor | None = None,
 ) -> tuple[int, Method]:
     """Check the operands of a product whose result goes through the buffer; the token count T and the method."""
-    by = check_method(operation, buffer, method, active_tokens)
+    by = check_methods(operation, buffer, method, active_tokens)
     tokens = check_activation(operation, buffer, "a", a, is_shard=False, is_hidden=False)
     check_right_operand(operation, buffer, b, bias, main_grad, a.shape[1], buffer.capacity_shape[1])
     return tokens, by

@@ -23,8 +23,10 @@ from .autocast import without_autocast
 
 __all__ = [
     "bias_gradient",
+    "check_weight_gradient",
     "counted_bias_gradient",
     "counted_weight_gradient",
+    "is_transposed",
     "local_gradients",
     "local_matmul",
     "save_product",
@@ -46,15 +48,7 @@ def weight_gradient_(a: Tensor, g: Tensor, main_grad: Tensor, active_tokens: Ten
     Raises:
         ValueError: shapes or dtypes do not belong together.
     """
-    if a.dim() != 2 or g.dim() != 2 or a.shape[0] != g.shape[0]:
-        raise ValueError(f"weight_gradient_: a [T, K] and g [T, N] expected, got {list(a.shape)} and {list(g.shape)}")
-    if a.dtype != g.dtype:
-        raise ValueError(f"weight_gradient_: a is {a.dtype} but g is {g.dtype}")
-    if main_grad.dtype != torch.float32 or list(main_grad.shape) != [a.shape[1], g.shape[1]]:
-        raise ValueError(
-            f"weight_gradient_: main_grad must be torch.float32 [{a.shape[1]}, {g.shape[1]}], "
-            f"got {main_grad.dtype} {list(main_grad.shape)}"
-        )
+    check_weight_gradient("weight_gradient_", a, g, main_grad)
     weight_gradient_kernel.launch(a, g, accumulate_into=main_grad, active_tokens=active_tokens)
 
 
@@ -85,6 +79,24 @@ def _counted_bias_gradient_fake(g: Tensor, active_tokens: Tensor) -> Tensor:
     return g.new_empty((g.shape[1],))
 
 
+def check_weight_gradient(operation: str, a: Tensor, g: Tensor, main_grad: Tensor) -> None:
+    """ValueError unless ``a^T g`` can be added to ``main_grad``."""
+    if a.dim() != 2 or g.dim() != 2 or a.shape[0] != g.shape[0]:
+        raise ValueError(f"{operation}: a [T, K] and g [T, N] expected, got {list(a.shape)} and {list(g.shape)}")
+    if a.dtype != g.dtype:
+        raise ValueError(f"{operation}: a is {a.dtype} but g is {g.dtype}")
+    if main_grad.dtype != torch.float32 or list(main_grad.shape) != [a.shape[1], g.shape[1]]:
+        raise ValueError(
+            f"{operation}: main_grad must be torch.float32 [{a.shape[1]}, {g.shape[1]}], "
+            f"got {main_grad.dtype} {list(main_grad.shape)}"
+        )
+
+
+def is_transposed(b: Tensor) -> bool:
+    """Whether ``b`` [K, N] is the transposed view of a weight [N, K], whose gradient had better lie as it does."""
+    return b.stride(0) == 1 and b.stride(1) != 1
+
+
 def weight_gradient(
     a: Tensor, g: Tensor, b: Tensor, main_grad: Tensor | None, active_tokens: Tensor | None = None
 ) -> Tensor | None:
@@ -104,7 +116,7 @@ def weight_gradient(
     if main_grad is not None:
         weight_gradient_(a, g, main_grad, active_tokens)
         return None
-    if b.stride(0) == 1 and b.stride(1) != 1:
+    if is_transposed(b):
         return _transposed_product(g, a, active_tokens).transpose(0, 1)
     return _transposed_product(a, g, active_tokens)
 

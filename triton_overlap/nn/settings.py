@@ -1,0 +1,38 @@
+"""Keyword arguments that the layers of a block share, and which of them its column and row layers take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+
+from .overlap import FLAGS
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["LayerSettings", "settings_of"]
+
+
+class LayerSettings(TypedDict, total=False):
+    """Keyword arguments of :class:`Linear` that every module of several layers takes and hands on to those of them that
+    they are meant for."""
+
+    max_tokens: int | None
+    sequence_parallel: bool
+    save_gathered_input: bool | None
+    params_dtype: torch.dtype | None
+    device: torch.device | str | None
+    ub_overlap_ag: bool
+    ub_overlap_rs: bool
+    ub_overlap_rs_dgrad: bool
+    ub_bulk_dgrad: bool
+    ub_bulk_wgrad: bool
+
+
+def settings_of(parallel_mode: str, **settings: Unpack[LayerSettings]) -> dict[str, Any]:
+    """Keyword arguments of a ``Linear`` in ``parallel_mode``: the settings but those of the other mode."""
+    others = {flag for flags in FLAGS.values() for flag in flags} - set(FLAGS[parallel_mode])
+    if parallel_mode != "column":
+        others.add("save_gathered_input")
+    return {"parallel_mode": parallel_mode, **{name: x for name, x in settings.items() if name not in others}}
