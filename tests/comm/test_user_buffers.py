@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,8 @@ import torch
 
 import triton_overlap as to
 from tests.distributed import run_ranks
-from triton_overlap.comm.user_buffers import GEMM_NAMES, check_active_shape
+from triton_overlap.comm.gemm_configs import GEMM_NAMES
+from triton_overlap.comm.user_buffers import check_active_shape
 from triton_overlap.errors import ActiveShapeError, ClosedError
 
 CAPACITY = (64, 32)
@@ -158,14 +161,68 @@ def _transformer_engine_names() -> None:
     finally:
         to.destroy_ub()
     to.destroy_ub()
-    for arguments, error in (
-        ({"quantization_modes": to.UserBufferQuantizationMode.FP8}, NotImplementedError),
-        ({"ub_cfgs": {"qkv_fprop": {"method": "bulk"}}}, NotImplementedError),
-        ({"tp_size": 3}, ValueError),
+    modes = to.UserBufferQuantizationMode
+    rs_dgrad = {"qkv_dgrad": {"method": "ring_exchange"}}
+    for arguments, error, words in (
+        ({"quantization_modes": modes.FP8}, NotImplementedError, "quantization mode FP8 .*pass .*NONE"),
+        ({"ub_cfgs": {"qkv_fprop": {"method": "bulk"}}}, ValueError, "'bulk' does not apply; methods that apply"),
+        ({"ub_cfgs": {"qkv_fprop": {"method": "external"}}}, NotImplementedError, "another GEMM's communicator"),
+        ({"tp_size": 3}, ValueError, "tp_size must be the group's size 2, got 3"),
+        # TransformerEngine has an unrelated ValueError where two modes meet a dgrad that is not bulk.
+        ({"quantization_modes": [modes.NONE, modes.FP8], "ub_cfgs": [rs_dgrad] * 2}, NotImplementedError, "mode FP8"),
     ):
-        with pytest.raises(error):
+        with pytest.raises(error, match=words):
             to.initialize_ub(**{"shape": [64, 32], "tp_size": 2, **arguments})  # type: ignore[arg-type]
         to.destroy_ub()
+    # One mode, given in any way, is the only one there is.
+    for quantization in (modes.NONE, [modes.NONE]):
+        to.initialize_ub([64, 32], 2, quantization, ub_cfgs=[rs_dgrad])
+        assert to.get_ub("qkv_dgrad").config.method == "ring_exchange"
+        assert "qkv_dgrad, method ring_exchange" in repr(to.get_ub("qkv_dgrad"))
+        to.destroy_ub()
+
+
+def _several_sets() -> None:
+    """A set of communicators for each group: they share nothing, and what is not said clearly is an error."""
+    groups = [to.init_group(timeout_s=20) for _ in range(2)]
+    to.initialize_ub([64, 32], 2, group=groups[0])
+    assert to.get_ub("fc1_fprop").group is groups[0]
+    to.initialize_ub([32, 16], 2, ub_cfgs={"fc1_fprop": {"method": "fused"}}, group=groups[1])
+    with pytest.raises(RuntimeError, match="initialised already"):
+        to.initialize_ub([32, 16], 2, group=groups[1])
+    for call in (lambda: to.get_ub("fc1_fprop"), lambda: to.set_ub_active_shape([4, 32])):
+        with pytest.raises(ValueError, match="2 groups have user buffers; say which"):
+            call()
+    assert [to.get_ub("fc1_fprop", group=group).config.method for group in groups] == ["ring_exchange", "fused"]
+    to.set_ub_active_shape([8, 16], group=groups[1])
+    assert [to.get_ub("fc1_fprop", group=group).active_shape for group in groups] == [(64, 32), (8, 16)]
+
+    to.initialize_ub([16, 8], 2)  # with a group of its own, which functions without group= mean from now on
+    own = to.get_ub("fc1_fprop").group
+    assert own not in groups
+    communicator = to.get_ub("fc1_fprop")
+    assert copy.deepcopy(communicator) is communicator
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(communicator)
+    to.destroy_ub(group=own)
+    assert own.closed
+    groups[1].close()
+    assert to.get_ub("fc1_fprop").group is groups[0], "a closed group has no user buffers"
+    with pytest.raises(RuntimeError, match=r"not initialised; .*with group="):
+        to.get_ub("fc1_fprop", group=groups[1])
+    to.destroy_ub()
+    assert not groups[0].closed
+    with pytest.raises(RuntimeError, match="not initialised"):
+        to.get_ub("fc1_fprop")
+
+    cfgs = {"fc1_fprop": {"num_sm": 1 + groups[0].rank}}
+    with pytest.raises(ValueError, match=r"ub_cfgs must be the same on every rank, .*num_sm=1.*rank 1: .*num_sm=2"):
+        to.initialize_ub([64, 32], 2, ub_cfgs=cfgs, group=groups[0])
+    groups[0].close()
+
+
+def test_a_set_of_communicators_for_each_group() -> None:
+    run_ranks(2, _several_sets)
 
 
 def test_transformer_engine_names_on_two_ranks() -> None:
