@@ -74,6 +74,12 @@ def against_no_overlap(group: to.Group, case: Case, dtype: torch.dtype, part: st
         assert_module_close(f"{part}: {name} with and without overlap", value, plain[name], exact[name], dtype)
 
 
+def column_layer(group: to.Group, case: Case, dtype: torch.dtype, settings: Mapping[str, Any]) -> to.nn.Linear:
+    sizes = case.shape.hidden, case.shape.ffn
+    shared: dict[str, Any] = {"sequence_parallel": True, "max_tokens": max(case.counts(group)), "params_dtype": dtype}
+    return to.nn.Linear(*sizes, True, parallel_mode="column", group=group, **{**shared, **settings})
+
+
 # Which methods --------------------------------------------------------------------------------------------------------
 
 
@@ -175,10 +181,10 @@ def choices(group: to.Group, case: Case) -> None:
         sizes = (shape.hidden, shape.ffn) if mode == "column" else (shape.ffn, shape.hidden)
         if ub_cfgs is not None:
             to.initialize_ub([tokens, shape.hidden], group.world_size, dtype=dtype, ub_cfgs=ub_cfgs, group=group)
-        needs = {} if ub_cfgs is not None and len(settings) > 1 and "ub_name" in settings else {"max_tokens": tokens}
-        layer = to.nn.Linear(
-            *sizes, parallel_mode=mode, sequence_parallel=True, params_dtype=dtype, group=group, **settings, **needs
-        )
+        arguments = {"sequence_parallel": True, "params_dtype": dtype, "group": group, **settings}
+        if ub_cfgs is None or "ub_name" not in settings or len(settings) == 1:
+            arguments["max_tokens"] = tokens  # else that of the registered buffer
+        layer = to.nn.Linear(*sizes, True, parallel_mode=mode, **arguments)
         rows, columns = (tokens // group.world_size, sizes[0]) if mode == "column" else (tokens, shape.ffn)
         if mode == "row":
             columns //= group.world_size
@@ -199,17 +205,9 @@ def choices(group: to.Group, case: Case) -> None:
 def main_grad(group: to.Group, case: Case, dtype: torch.dtype) -> None:
     """A ``main_grad`` is added to in every way of the backward pass, over microbatches that are interleaved."""
     shape, tokens = case.shape, case.counts(group)
-    for settings in (BULK, {"ub_bulk_wgrad": True, "save_gathered_input": False}, {"ub_bulk_dgrad": True}, RS_DGRAD):
-        layer = to.nn.Linear(
-            shape.hidden,
-            shape.ffn,
-            parallel_mode="column",
-            sequence_parallel=True,
-            group=group,
-            max_tokens=max(tokens),
-            params_dtype=dtype,
-            **settings,
-        )
+    again = {"ub_bulk_wgrad": True, "save_gathered_input": False}
+    for settings in (BULK, again, {"ub_bulk_dgrad": True}, RS_DGRAD):
+        layer = column_layer(group, case, dtype, settings)
 
         def run(layer: to.nn.Linear = layer) -> None:
             generator = torch.Generator().manual_seed(9 + group.rank)
@@ -225,10 +223,11 @@ def main_grad(group: to.Group, case: Case, dtype: torch.dtype) -> None:
         assert layer.weight.grad is not None
         expected = layer.weight.grad.double()
         layer.zero_grad()
-        layer.weight.main_grad = torch.full_like(layer.weight, 2.0, dtype=torch.float32)  # type: ignore[assignment]
+        accumulated = torch.full_like(layer.weight, 2.0, dtype=torch.float32)
+        setattr(layer.weight, "main_grad", accumulated)  # noqa: B010 - torch's types do not know it
         run()
         assert layer.weight.grad is None
-        difference = (layer.weight.main_grad.double() - 2.0 - expected).norm() / expected.norm()
+        difference = (accumulated.double() - 2.0 - expected).norm() / expected.norm()
         assert difference < {torch.bfloat16: 2e-2, torch.float32: 1e-5}[dtype], f"{settings}: {float(difference):.2e}"
 
 
@@ -237,16 +236,8 @@ def active_shapes(group: to.Group, case: Case) -> None:
     shape, dtype, world_size = case.shape, torch.float32, group.world_size
     tokens = [4 * world_size, 2 * world_size]
     with user_buffers(group, tokens[0], shape.hidden, dtype, {}):
-        layer = to.nn.LayerNormLinear(
-            shape.hidden,
-            shape.ffn,
-            parallel_mode="column",
-            sequence_parallel=True,
-            params_dtype=dtype,
-            group=group,
-            ub_name="fc1",
-            **BULK,
-        )
+        settings: dict[str, Any] = {"sequence_parallel": True, "params_dtype": dtype, "ub_name": "fc1", **BULK}
+        layer = to.nn.LayerNormLinear(shape.hidden, shape.ffn, parallel_mode="column", group=group, **settings)
         assert layer.max_tokens == tokens[0]
         xs = [torch.randn(count // world_size, shape.hidden, device=group.device).requires_grad_() for count in tokens]
         outs = []
@@ -323,16 +314,7 @@ def saved_memory(group: to.Group, case: Case) -> None:
         (RS_DGRAD, tokens),
         ({**RS_DGRAD, "save_gathered_input": False}, rows),
     ):
-        layer = to.nn.Linear(
-            shape.hidden,
-            shape.ffn,
-            parallel_mode="column",
-            sequence_parallel=True,
-            group=group,
-            max_tokens=tokens,
-            params_dtype=dtype,
-            **settings,
-        )
+        layer = column_layer(group, case, dtype, settings)
         saved: list[tuple[int, ...]] = []
 
         def pack(x: Tensor, saved: list[tuple[int, ...]] = saved) -> Tensor:
@@ -359,7 +341,8 @@ def separated_groups(case: Case, dtype: torch.dtype) -> None:
     for group in groups:
         to.initialize_ub([2 * group.world_size, shape.hidden], group.world_size, dtype=dtype, group=group)
     settings: dict[str, Any] = {"parallel_mode": "column", "sequence_parallel": True, "params_dtype": dtype}
-    layers = [to.nn.Linear(shape.hidden, shape.ffn, group=g, ub_name="fc1", **BULK, **settings) for g in groups]
+    settings.update(BULK)
+    layers = [to.nn.Linear(shape.hidden, shape.ffn, group=group, ub_name="fc1", **settings) for group in groups]
     for layer, group in zip(layers, groups, strict=True):
         assert layer.communicator is to.get_ub("fc1_fprop", group=group)
     for _ in range(2):

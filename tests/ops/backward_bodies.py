@@ -185,7 +185,7 @@ def compiled(group: to.Group, sizes: Sizes) -> None:
     fast = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
     for seed, rows in enumerate((5, 3, 8)):
         x_of_all = Draw(group, torch.float32, seed).per_rank(rows, sizes.hidden)
-        results = []
+        results: list[list[Tensor]] = []
         for function in (block, fast):
             x = draw.mine(x_of_all)
             w.grad = None
