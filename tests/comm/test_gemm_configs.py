@@ -49,7 +49,7 @@ def test_methods_that_apply(name: str) -> None:
     for method in APPLICABLE[name]:
         config = gemm_configs({name: {"method": method}})[name]
         assert (config.method, config.is_default) == (method, False)
-    for method in {"bulk", "pipeline", "ring_exchange", "fused", "nccl"} - set(APPLICABLE[name]):
+    for method in {"bulk", "pipeline", "ring_exchange", "fused", "nccl", "auto"} - set(APPLICABLE[name]):
         with pytest.raises(ValueError, match=f"'{method}' does not apply") as caught:
             gemm_configs({name: {"method": method}})
         assert f"methods that apply to {name}: {', '.join(APPLICABLE[name])}" in str(caught.value) or (

@@ -167,6 +167,13 @@ CHOICES: list[tuple[str, dict[str, Any], Configs, str, Calls]] = [
         "ring_exchange(use_ce=False); dgrad=fused",
         [("all_gather_matmul", "fused")],
     ),
+    (
+        "row",
+        {**ROW, "ub_name": "fc2"},
+        {"fc2_fprop": {"method": "auto"}, "fc2_dgrad": {"method": "auto", "num_sm": 2}},
+        "auto; dgrad=auto",
+        [("all_gather_matmul", "auto")],
+    ),
     ("row", ROW, {}, "fused; dgrad=fused", [("all_gather_matmul", "fused")]),
     ("row", {"ub_overlap_rs": True, "ub_name": "proj"}, {}, "pipeline; dgrad=fused", [("all_gather_matmul", "fused")]),
 ]

@@ -164,7 +164,7 @@ def refusals(group: to.Group, sizes: Sizes) -> None:
     counted = group.user_buffer(sizes.max_rows * group.world_size, sizes.hidden, torch.float32, device_count=True)
     count = torch.tensor(len(a), dtype=torch.int32, device=group.device)
     for by in (METHODS[0], GemmMethods("fused", wgrad="bulk"), GemmMethods("fused", "ring_exchange")):
-        with pytest.raises(NotImplementedError, match="takes its sizes from the host.*use 'fused'"):
+        with pytest.raises(NotImplementedError, match=r"takes its sizes from the host.*use 'fused'"):
             to.all_gather_matmul(x, b, buffer=counted, method=by, active_tokens=count)
     with pytest.raises(TypeError, match="save_gathered must be True or False, got 1"):
         to.all_gather_matmul(x, b, buffer=buffer, save_gathered=1)  # type: ignore[call-overload]

@@ -1,16 +1,17 @@
 """``ub_cfgs``: what is configured for each GEMM of a transformer layer, by TransformerEngine's names. Plain Python.
 
 GEMM                      what the ranks exchange                             default        also
-qkv_fprop, fc1_fprop      x is gathered for the product                       ring_exchange  fused, nccl
-proj_fprop, fc2_fprop     the product is reduce-scattered                     pipeline       ring_exchange, fused, nccl
+qkv_fprop, fc1_fprop      x is gathered for the product                       ring_exchange  fused, nccl, auto
+proj_fprop, fc2_fprop     the product is reduce-scattered                     pipeline       ring_exchange, fused, nccl,
+                                                                                             auto
 qkv_dgrad, fc1_dgrad      x is gathered once more, beside the product, or     bulk
                           the product dX itself is reduce-scattered                          pipeline, ring_exchange,
-                                                                                             fused, nccl
-proj_dgrad, fc2_dgrad     dY is gathered for the product                      ring_exchange  fused, nccl
+                                                                                             fused, nccl, auto
+proj_dgrad, fc2_dgrad     dY is gathered for the product                      ring_exchange  fused, nccl, auto
 qkv_wgrad, fc1_wgrad      dX is reduce-scattered beside the product           bulk
 proj_wgrad, fc2_wgrad     nothing: the product uses what dgrad gathered       none
 
-``fused`` and ``nccl`` are additions to TransformerEngine's methods. What each key does:
+``fused``, ``nccl`` and ``auto`` are additions to TransformerEngine's methods. What each key does:
 
 method                           one of the above
 aggregate, use_ce, num_sm,       options of the method where it has them, see kernels/methods.py; without effect where
@@ -29,8 +30,8 @@ from typing import Any
 
 #: What each layer multiplies: y = x w^T, dx = dy w, dw = dy^T x.
 STEPS = ("fprop", "dgrad", "wgrad")
-_GATHER = ("ring_exchange", "fused", "nccl")
-_REDUCE = ("pipeline", "ring_exchange", "fused", "nccl")
+_GATHER = ("ring_exchange", "fused", "nccl", "auto")
+_REDUCE = ("pipeline", "ring_exchange", "fused", "nccl", "auto")
 #: For each GEMM the methods that apply to it, its default first. A method that is new to all of a kind enters above.
 APPLICABLE: dict[str, tuple[str, ...]] = {
     "qkv_fprop": _GATHER,
@@ -49,7 +50,7 @@ APPLICABLE: dict[str, tuple[str, ...]] = {
 #: The GEMMs of a transformer layer that have a communicator, by TransformerEngine's names.
 GEMM_NAMES = tuple(APPLICABLE)
 
-_METHODS = ("bulk", "pipeline", "ring_exchange", "external", "fused", "nccl")
+_METHODS = ("bulk", "pipeline", "ring_exchange", "external", "fused", "nccl", "auto")
 #: Keys with a whole number, and the least it may be.
 _NUMBERS: dict[str, int | None] = {
     "num_sm": 1,
@@ -68,6 +69,8 @@ _REFUSED = {
     "numbers only; leave the key out",
 }
 KEYS = ("method", *_NUMBERS, *_SWITCHES)
+#: Keys that are options of methods.
+OPTION_KEYS = ("aggregate", "use_ce", "num_sm", "num_splits")
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ def _config(name: str, given: Any) -> GemmConfig:
             raise ValueError(f"ub_cfgs[{name!r}]: unknown key {key!r}; known: {', '.join(KEYS)}")
         values[key] = _method(name, value) if key == "method" else _value(name, key, value)
     default = APPLICABLE[name][0] if APPLICABLE[name] else None
-    options = {key: values.get(key) for key in ("aggregate", "use_ce", "num_sm", "num_splits")}
+    options = {key: values.get(key) for key in OPTION_KEYS}
     return GemmConfig(name, values.get("method", default), "method" not in values, **options)
 
 

@@ -125,8 +125,8 @@ def _reducing_dgrad(config: GemmConfig | None) -> str:
         return LIBRARY_CHOICE
     if config.method == "bulk":
         raise ValueError(
-            f"ub_overlap_rs_dgrad needs a method that reduce-scatters, and ub_cfgs gives {config.name} 'bulk'; use one "
-            "of pipeline, ring_exchange, fused and nccl there, leave it out, or set ub_bulk_dgrad instead of the flag"
+            f"ub_overlap_rs_dgrad needs a method that reduce-scatters, and ub_cfgs gives {config.name} 'bulk'; use "
+            "pipeline, ring_exchange, fused, nccl or auto there, leave it out, or set ub_bulk_dgrad instead of the flag"
         )
     return configured_method(config)
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..comm.gemm_configs import GemmConfig
+from ..comm.gemm_configs import OPTION_KEYS, GemmConfig
 from ..kernels.methods import OPTIONS, Method
 
 __all__ = ["GemmMethods", "backward_operations", "configured_method"]
@@ -119,7 +119,9 @@ def backward_operations(operation: str, methods: GemmMethods) -> Iterator[tuple[
 def configured_method(config: GemmConfig) -> str:
     """The method of a GEMM's configuration, with those of its options that the method has."""
     assert config.method is not None
-    options = {name: getattr(config, name) for name in OPTIONS[config.method]}
+    options = {name: getattr(config, name) for name in OPTION_KEYS if name in OPTIONS[config.method]}
     if not config.gathers:
         options.pop("aggregate", None)  # sums need no pairs
+        if config.method == "fused":
+            options.pop("use_ce", None)  # and the fused one has one sender, programs
     return str(Method(config.method, **options))
