@@ -48,6 +48,7 @@ def packed_attention(
     max_seqlen: int | None,
     causal: bool,
     scale: float,
+    active_tokens: Tensor | None = None,
 ) -> Tensor:
     """Attention within each document of a packed batch.
 
@@ -62,6 +63,8 @@ def packed_attention(
         max_seqlen: length of the longest document or more; T where it is None.
         causal: whether a token sees only itself and what comes before it.
         scale: of the scores.
+        active_tokens: T on the device, where the tensors have room for more rows. Those past T are neither read, with
+            any effect, nor written.
 
     Returns:
         [T, H, D].
@@ -76,7 +79,7 @@ def packed_attention(
         )
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _variable_length_kernel(query, key, value, cu_seqlens, max_seqlen, causal, scale)
-    out: Tensor = torch.ops.triton_overlap.packed_attention(query, key, value, cu_seqlens, causal, scale)
+    out: Tensor = torch.ops.triton_overlap.packed_attention(query, key, value, cu_seqlens, causal, scale, active_tokens)
     return out
 
 
@@ -111,30 +114,53 @@ def _kernel_takes_grouped_heads() -> bool:
 # An operator, so that a compiler which traces the module need not know the lengths.
 @torch.library.custom_op("triton_overlap::packed_attention", mutates_args=())
 def packed_attention_op(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    causal: bool,
+    scale: float,
+    active_tokens: Tensor | None = None,
 ) -> Tensor:
     """``torch.ops.triton_overlap.packed_attention``: document by document; arguments as in ``packed_attention``."""
-    lengths = _document_lengths(cu_seqlens, query.shape[0])
+    tokens = query.shape[0] if active_tokens is None else int(active_tokens)
+    lengths = _document_lengths(cu_seqlens, tokens)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    for q, k, v, o in zip(*(x.split(lengths) for x in (query, key, value, out)), strict=True):
+    for q, k, v, o in zip(*(x[:tokens].split(lengths) for x in (query, key, value, out)), strict=True):
         batch = (x.unsqueeze(1) for x in (q, k, v))  # of one sequence
         o.copy_(plain_attention(*batch, causal=causal, scale=scale).squeeze(1))
     return out
 
 
 @packed_attention_op.register_fake
-def _fake(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, causal: bool, scale: float) -> Tensor:
+def _fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    causal: bool,
+    scale: float,
+    active_tokens: Tensor | None = None,
+) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("triton_overlap::packed_attention_backward", mutates_args=())
 def packed_attention_backward_op(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, causal: bool, scale: float
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    causal: bool,
+    scale: float,
+    active_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.triton_overlap.packed_attention_backward``: gradients of query, key and value."""
-    lengths = _document_lengths(cu_seqlens, query.shape[0])
+    tokens = query.shape[0] if active_tokens is None else int(active_tokens)
+    lengths = _document_lengths(cu_seqlens, tokens)
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
-    documents = zip(*(x.split(lengths) for x in (grad, query, key, value, *grads)), strict=True)
+    documents = zip(*(x[:tokens].split(lengths) for x in (grad, query, key, value, *grads)), strict=True)
     for g, q, k, v, q_grad, k_grad, v_grad in documents:
         for into, result in zip((q_grad, k_grad, v_grad), _document_gradients(g, q, k, v, causal, scale), strict=True):
             into.copy_(result)
@@ -143,7 +169,14 @@ def packed_attention_backward_op(
 
 @packed_attention_backward_op.register_fake
 def _backward_fake(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, causal: bool, scale: float
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    causal: bool,
+    scale: float,
+    active_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     like = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
     return like[0], like[1], like[2]
@@ -173,8 +206,8 @@ def _document_gradients(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.causal, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.causal, ctx.scale, active_tokens = inputs
+    ctx.save_for_backward(*tensors, active_tokens)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -182,10 +215,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         raise NotImplementedError(
             "packed_attention cannot be differentiated twice; call backward() or grad() without create_graph=True"
         )
+    *tensors, active_tokens = ctx.saved_tensors
     grads = torch.ops.triton_overlap.packed_attention_backward(
-        grad.contiguous(), *ctx.saved_tensors, ctx.causal, ctx.scale
+        grad.contiguous(), *tensors, ctx.causal, ctx.scale, active_tokens
     )
-    return *grads, None, None, None
+    return *grads, None, None, None, None
 
 
 packed_attention_op.register_autograd(_backward, setup_context=_setup_context)

@@ -96,8 +96,18 @@ class LayerNormLinear(Linear):
         if self.layer_norm_bias is not None:
             nn.init.zeros_(self.layer_norm_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(normalize(self.normalization, x, self.layer_norm_weight, self.layer_norm_bias, self.eps))
+    def forward(self, x: Tensor, *, active_tokens: Tensor | None = None) -> Tensor:
+        """``x`` -> the linear layer of its norm; ``active_tokens`` as in :class:`Linear`."""
+        normalized = normalize(
+            self.normalization,
+            x,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self.eps,
+            active_tokens,
+            self.group.world_size,  # with a count there is sequence parallelism
+        )
+        return super().forward(normalized, active_tokens=active_tokens)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, normalization={self.normalization}, eps={self.eps}"

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..comm.group import Group
+from ..ops import activation as counted_activation
+from ..ops import gated_activation as counted_gated_activation
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
 from .settings import LayerSettings, settings_of
@@ -118,15 +120,24 @@ class LayerNormMLP(nn.Module):
             ffn_hidden_size, hidden_size, bias, group=group, ub_name="fc2", **settings_of("row", **settings)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` [T/W, hidden] or [S/W, batch, hidden] -> the same shape; T and S without ``sequence_parallel``."""
-        h = self.fc1(x)
+    def forward(self, x: Tensor, *, active_tokens: Tensor | None = None) -> Tensor:
+        """``x`` [T/W, hidden] or [S/W, batch, hidden] -> the same shape; T and S without ``sequence_parallel``.
+
+        ``active_tokens`` as in :class:`Linear`.
+        """
+        h = self.fc1(x, active_tokens=active_tokens)
+        if active_tokens is not None:
+            activate = counted_gated_activation if self.activation in GATED_ACTIVATIONS else counted_activation
+            out: Tensor = self.fc2(
+                activate(h, self.activation, active_tokens=active_tokens), active_tokens=active_tokens
+            )
+            return out
         if self.activation in GATED_ACTIVATIONS:
             gate, up = h.chunk(2, dim=-1)
             h = GATED_ACTIVATIONS[self.activation](gate) * up
         else:
             h = ACTIVATIONS[self.activation](h)
-        out: Tensor = self.fc2(h)
+        out = self.fc2(h)
         return out
 
     def extra_repr(self) -> str:

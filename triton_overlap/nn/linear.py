@@ -90,7 +90,7 @@ class _ParallelLinear(nn.Module):
 
         self._make_parameters(bias, device, dtype)
         self._mark_parameters()
-        self._buffers_by_dtype: dict[torch.dtype, UserBuffer | Communicator] = {}
+        self._registered: dict[tuple[torch.dtype, bool], UserBuffer | Communicator] = {}
         # Registered here, in the order in which all ranks build their model, and not at the first forward, which may
         # already be inside a graph capture. Under autocast the parameters' dtype is not the one that is multiplied.
         autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
@@ -110,7 +110,7 @@ class _ParallelLinear(nn.Module):
 
     def __deepcopy__(self: _Parallel, memo: dict[int, Any]) -> _Parallel:
         """A layer with parameters of its own in the same group, whose buffers it shares."""
-        memo.update((id(shared), shared) for shared in (self.group, *self._buffers_by_dtype.values()))
+        memo.update((id(shared), shared) for shared in (self.group, *self._registered.values()))
         layer = type(self).__new__(type(self))
         memo[id(self)] = layer
         layer.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -227,14 +227,15 @@ class _ParallelLinear(nn.Module):
         # its backward sees all rows.
         parameter.sequence_parallel = self.sequence_parallel and dim is None and self._split_dim != 1
 
-    def _user_buffer(self, dtype: torch.dtype) -> UserBuffer | Communicator:
-        buffer = self._buffers_by_dtype.get(dtype)
+    def _user_buffer(self, dtype: torch.dtype, device_count: bool = False) -> UserBuffer | Communicator:
+        buffer = self._registered.get((dtype, device_count))
         if buffer is None:
-            if self.communicator is None:
-                buffer = self.group.user_buffer(self.max_tokens, self._hidden(), dtype)
+            if self.communicator is None or device_count:
+                shape = self.max_tokens, self._hidden()
+                buffer = self.group.user_buffer(*shape, dtype, device_count=device_count)
             else:
                 buffer = self._fitting(self.communicator, dtype)
-            self._buffers_by_dtype[dtype] = buffer
+            self._registered[dtype, device_count] = buffer
         return buffer
 
     def _fitting(self, communicator: Communicator, dtype: torch.dtype) -> Communicator:
@@ -250,7 +251,7 @@ class _ParallelLinear(nn.Module):
             )
         return communicator
 
-    def _operands(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    def _operands(self, x: Tensor, active_tokens: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
         """``x`` as [rows, features], and the keyword arguments that all operations share."""
         if x.dim() < 2:
             raise ActiveShapeError(
@@ -259,23 +260,40 @@ class _ParallelLinear(nn.Module):
         main_grad = getattr(self.weight, "main_grad", None)
         device_type = x.device.type
         autocast = torch.is_autocast_enabled(device_type)
-        return x if x.dim() == 2 else x.flatten(0, -2), {
-            "buffer": self._user_buffer(torch.get_autocast_dtype(device_type) if autocast else self.weight.dtype),
+        dtype = torch.get_autocast_dtype(device_type) if autocast else self.weight.dtype
+        shared = {
+            "buffer": self._user_buffer(dtype, device_count=active_tokens is not None),
             "bias": self.bias,
             "method": self.method,
             "main_grad": None if main_grad is None else main_grad.transpose(0, 1),
         }
+        if active_tokens is not None:
+            self._check_device_count(x)
+            shared.update(active_tokens=active_tokens, method="fused")
+        return x if x.dim() == 2 else x.flatten(0, -2), shared
 
-    def _column_forward(self, x: Tensor) -> Tensor:
-        rows, shared = self._operands(x)
+    def _check_device_count(self, x: Tensor) -> None:
+        kind = type(self).__name__
+        if self._split_dim is None or not self.sequence_parallel:
+            raise NotImplementedError(
+                f"{kind}: active_tokens needs sequence_parallel=True and a layer that the ranks split, since the other "
+                "products take their sizes from the host; call without active_tokens"
+            )
+        if x.dim() != 2:
+            raise ActiveShapeError(
+                f"{kind}: with active_tokens the tokens are packed, [C/W, features], got {list(x.shape)}; flatten them"
+            )
+
+    def _column_forward(self, x: Tensor, active_tokens: Tensor | None) -> Tensor:
+        rows, shared = self._operands(x, active_tokens)
         weight = self.weight.transpose(0, 1)
         if self.sequence_parallel:
             out = all_gather_matmul(rows, weight, save_gathered=self.save_gathered_input, **shared)
             return _unflatten(out, x, x.shape[0] * self.group.world_size)
         return _unflatten(replicated_matmul(rows, weight, **shared), x, x.shape[0])
 
-    def _row_forward(self, x: Tensor) -> Tensor:
-        rows, shared = self._operands(x)
+    def _row_forward(self, x: Tensor, active_tokens: Tensor | None) -> Tensor:
+        rows, shared = self._operands(x, active_tokens)
         weight = self.weight.transpose(0, 1)
         if self.sequence_parallel:
             if x.dim() > 2 and x.shape[0] % self.group.world_size:
@@ -357,8 +375,9 @@ class ColumnParallelLinear(_LinearReplacement):
 
     _split_dim = 0
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._column_forward(x)
+    def forward(self, x: Tensor, *, active_tokens: Tensor | None = None) -> Tensor:
+        """``x`` -> ``x @ weight^T + bias``; with ``active_tokens`` as in :class:`Linear`."""
+        return self._column_forward(x, active_tokens)
 
 
 class RowParallelLinear(_LinearReplacement):
@@ -395,8 +414,9 @@ class RowParallelLinear(_LinearReplacement):
 
     _split_dim = 1
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._row_forward(x)
+    def forward(self, x: Tensor, *, active_tokens: Tensor | None = None) -> Tensor:
+        """``x`` -> ``x @ weight^T + bias``; with ``active_tokens`` as in :class:`Linear`."""
+        return self._row_forward(x, active_tokens)
 
 
 class Linear(_ParallelLinear):
@@ -508,10 +528,22 @@ class Linear(_ParallelLinear):
             dtype=params_dtype,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, active_tokens: Tensor | None = None) -> Tensor:
+        """``x`` -> ``x @ weight^T + bias``.
+
+        Args:
+            x: shapes as for the class that ``parallel_mode`` names.
+            active_tokens: T on the device, int32, one element. ``x`` has room for C tokens then, of which T are active,
+                and so has the result. By the fused method, whatever flags and configurations say, on a buffer of the
+                layer's own that is registered at first use; see docs/device_count.md.
+        """
         if self._split_dim == 0:
-            return self._column_forward(x)
-        return self._row_forward(x) if self._split_dim == 1 else F.linear(x, self.weight, self.bias)
+            return self._column_forward(x, active_tokens)
+        if self._split_dim == 1:
+            return self._row_forward(x, active_tokens)
+        if active_tokens is not None:
+            self._check_device_count(x)
+        return F.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, parallel_mode={self.parallel_mode}, method={self.method}"

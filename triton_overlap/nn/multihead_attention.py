@@ -14,9 +14,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from ..comm.group import Group
+from ..ops import rotary_qkv
 from .attention import packed_attention, plain_attention
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
@@ -138,6 +140,7 @@ class MultiheadAttention(nn.Module):
         cu_seqlens_kv: Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
+        active_tokens: Tensor | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -153,6 +156,8 @@ class MultiheadAttention(nn.Module):
             max_seqlen_q: length of the longest document or more; T where it is None, which is right and on GPUs a
                 little slower.
             max_seqlen_kv: for callers of TransformerEngine; the same number, or None.
+            active_tokens: T on the device, as in :class:`Linear`; ``cu_seqlens_q`` ends with it, repeated to fill a
+                tensor of fixed size.
 
         Returns:
             The shape and tokens of ``hidden_states``.
@@ -162,13 +167,16 @@ class MultiheadAttention(nn.Module):
             ValueError: the arguments do not belong together.
         """
         self._check_inputs(hidden_states, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-        qkv = self.qkv(hidden_states).unflatten(-1, (self.kv_heads, self.heads_per_group + 2, self.kv_channels))
+        qkv = self.qkv(hidden_states, active_tokens=active_tokens)
+        qkv = qkv.unflatten(-1, (self.kv_heads, self.heads_per_group + 2, self.kv_channels))
+        if active_tokens is not None:
+            return self._attend_active(qkv, rotary_pos_emb, cu_seqlens_q, max_seqlen_q, active_tokens)
         query, key, value = qkv.split([self.heads_per_group, 1, 1], dim=-2)
         query, key, value = query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2)
         if rotary_pos_emb is not None:
             angles = _angles(rotary_pos_emb, cu_seqlens_q, query)
             query, key = apply_rotary(query, angles), apply_rotary(key, angles)
-        settings: dict[str, Any] = {"causal": _MASKS[self.attn_mask_type], "scale": self.softmax_scale}
+        settings = self._attention_settings()
         if cu_seqlens_q is not None:
             out = packed_attention(query, key, value, cu_seqlens_q, max_seqlen=max_seqlen_q, **settings)
         elif hidden_states.dim() == 2:
@@ -177,6 +185,29 @@ class MultiheadAttention(nn.Module):
             out = plain_attention(query, key, value, **settings)
         projected: Tensor = self.proj(out.flatten(-2))
         return projected
+
+    def _attend_active(
+        self,
+        qkv: Tensor,
+        angles: Tensor | None,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        active_tokens: Tensor,
+    ) -> Tensor:
+        """From [C, G, H/G + 2, D], the projection of tokens whose count is on the device."""
+        query, key, value = rotary_qkv(qkv, angles, cu_seqlens=cu_seqlens, active_tokens=active_tokens)
+        if cu_seqlens is None:  # one document
+            end = active_tokens.reshape(1)
+            cu_seqlens = torch.cat([torch.zeros_like(end), end])
+        settings = self._attention_settings()
+        out = packed_attention(
+            query, key, value, cu_seqlens, max_seqlen=max_seqlen, active_tokens=active_tokens, **settings
+        )
+        projected: Tensor = self.proj(out.flatten(-2), active_tokens=active_tokens)
+        return projected
+
+    def _attention_settings(self) -> dict[str, Any]:
+        return {"causal": _MASKS[self.attn_mask_type], "scale": self.softmax_scale}
 
     def _check_inputs(
         self,

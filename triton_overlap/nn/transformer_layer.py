@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..comm.group import Group
+from ..ops import add, fork
 from .layernorm_mlp import LayerNormMLP
 from .multihead_attention import MultiheadAttention
 from .settings import LayerSettings
@@ -114,16 +115,28 @@ class TransformerLayer(nn.Module):
         cu_seqlens_kv: Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
+        active_tokens: Tensor | None = None,
     ) -> Tensor:
         """``hidden_states`` [T/W, hidden] or [S/W, batch, hidden] -> the same; as ``MultiheadAttention.forward``."""
-        attended = self.self_attention(
-            hidden_states,
-            rotary_pos_emb=rotary_pos_emb,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_kv=max_seqlen_kv,
-        )
-        h = hidden_states + attended
+        attention: dict[str, Any] = {
+            "rotary_pos_emb": rotary_pos_emb,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_kv": cu_seqlens_kv,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_kv": max_seqlen_kv,
+        }
+        if active_tokens is not None:
+            return self._forward_active(hidden_states, active_tokens, attention)
+        h = hidden_states + self.self_attention(hidden_states, **attention)
         out: Tensor = h + self.layernorm_mlp(h)
         return out
+
+    def _forward_active(self, x: Tensor, active_tokens: Tensor, attention: dict[str, Any]) -> Tensor:
+        """Residual connections too cost what the active rows do: torch's sums, and autograd's, go over all rows."""
+        shards = self.self_attention.qkv.group.world_size
+        x, residual = fork(x, active_tokens=active_tokens, shards=shards)
+        attended = self.self_attention(x, active_tokens=active_tokens, **attention)
+        h = add(residual, attended, active_tokens=active_tokens, shards=shards)
+        h, residual = fork(h, active_tokens=active_tokens, shards=shards)
+        transformed = self.layernorm_mlp(h, active_tokens=active_tokens)
+        return add(residual, transformed, active_tokens=active_tokens, shards=shards)
