@@ -91,6 +91,11 @@ def weight_gradient(a: Tensor, g: Tensor, accumulate_into: Tensor | None = None)
     return product if accumulate_into is None else accumulate_into + product
 
 
+def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``a @ b + bias``."""
+    return _add_bias(a @ b, bias)
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """``x`` [rows, hidden] less its row's mean, over its standard deviation, times ``weight`` plus ``bias``."""
     centred = x - x.mean(dim=1, keepdim=True)

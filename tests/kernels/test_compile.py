@@ -11,6 +11,7 @@ from triton_overlap.kernels import (
     all_gather,
     all_gather_matmul,
     gathered,
+    matmul,
     matmul_reduce_scatter,
     reduce_scatter,
     weight_gradient,
@@ -19,7 +20,7 @@ from triton_overlap.kernels import (
 ROWS = (1, 2, 15, 16, 127, 128, 129, 512, 1000, 1024)  # of a chunk: 1, multiples of 16, and neither
 #: (hidden, other) sizes: rows on 16 bytes, which go through descriptors, and not
 SIZES = {"descriptors": (512, 256), "pointers": (509, 251)}
-GEMMS = {"all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "weight_gradient_kernel"}
+GEMMS = {"all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "matmul_kernel", "weight_gradient_kernel"}
 #: One for each way B may be stored, with a bias and without one; none for a token count.
 EXPECTED = {
     "all_gather_matmul_kernel": 2,
@@ -27,6 +28,7 @@ EXPECTED = {
     "matmul_reduce_scatter_kernel": 2,
     "all_gather_kernel": 1,
     "reduce_scatter_kernel": 1,
+    "matmul_kernel": 1,
     "weight_gradient_kernel": 2,
 }
 
@@ -52,6 +54,7 @@ def drive(dtype_name: str, sizes: str, device_count: bool) -> None:
             gathered.launch(buffer, tokens, count)
             gradient = torch.zeros(tokens, hidden, dtype=dtype)
             reduce_scatter.launch(buffer, gradient, active_tokens=count)
+            matmul.launch(a, weight, own_bias, active_tokens=count)
             weight_gradient.launch(a, gradient, active_tokens=count)
             weight_gradient.launch(a, gradient, torch.zeros(other, hidden), active_tokens=count)
 

@@ -119,6 +119,30 @@ def graph(group: to.Group, case: Case, dtype: torch.dtype, part: str, replays: i
         counted.check(results, tokens, seed)
 
 
+def whole_layer(group: to.Group) -> None:
+    """A layer that nobody shares, on this rank's tokens or on all: values and gradients of the active rows alone."""
+    count = torch.full((), 3 * group.world_size, dtype=torch.int32, device=group.device)
+    for sequence_parallel, rows in ((True, 3), (False, 3 * group.world_size)):
+        layer = to.nn.Linear(
+            8, 12, group=group, sequence_parallel=sequence_parallel, params_dtype=torch.float32, device=group.device
+        )
+        x = torch.randn(rows + 2, 8, device=group.device)
+        x[rows:] = float("nan")
+        d_out = torch.randn(rows + 2, 12, device=group.device)
+        d_out[rows:] = float("nan")
+        for active, end in ((count, rows + 2), (None, rows)):
+            own = x[:end].clone().requires_grad_()
+            out = layer(own, active_tokens=active)
+            wanted = [own, *layer.parameters()]
+            results = [out.detach(), *torch.autograd.grad(out, wanted, d_out[:end])]
+            if active is not None:
+                counted = results
+        for result, right in zip(counted, results, strict=True):
+            cut = result[: right.shape[0]]
+            torch.testing.assert_close(cut, right)
+            assert result[right.shape[0] :].isnan().all()
+
+
 def refusals(group: to.Group) -> None:
     """What cannot go with a count on the device says so before the call."""
     count = torch.full((), group.world_size, dtype=torch.int32, device=group.device)
@@ -126,9 +150,6 @@ def refusals(group: to.Group) -> None:
     whole = to.nn.Linear(8, 8, parallel_mode="column", **shared)
     with pytest.raises(NotImplementedError, match="needs sequence_parallel=True"):
         whole(torch.zeros(4, 8, device=group.device), active_tokens=count)
-    alone = to.nn.Linear(8, 8, group=group, params_dtype=torch.float32)
-    with pytest.raises(NotImplementedError, match="a layer that the ranks split"):
-        alone(torch.zeros(4, 8, device=group.device), active_tokens=count)
     split = to.nn.Linear(8, 8, parallel_mode="column", sequence_parallel=True, **shared)
     with pytest.raises(to.errors.ActiveShapeError, match="the tokens are packed"):
         split(torch.zeros(2, 2, 8, device=group.device), active_tokens=count)

@@ -42,6 +42,10 @@ def test_in_simulator() -> None:
     in_simulator(2, 5, count_bodies.values, _with(TINY, **LLAMA), FP32, "layer")
 
 
+def test_whole_layer() -> None:
+    on_ranks(2, count_bodies.whole_layer)
+
+
 def test_refusals() -> None:
     on_ranks(2, count_bodies.refusals)
 

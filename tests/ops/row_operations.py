@@ -145,12 +145,17 @@ def _forked(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * 1, x * 1
 
 
+def _product(a: Tensor, b: Tensor, bias: Tensor, **count: Any) -> Tensor:
+    return to.matmul(a, b, bias=bias, **count)
+
+
 _QKV: dict[str, Any] = {"rows": ((2, 5, 20),), "extras": _documents, "sharded": False}
 MAIN = (
     Operation("layer_norm", to.layer_norm, reference.layer_norm, parameters=((HIDDEN,), (HIDDEN,))),
     Operation("rms_norm", to.rms_norm, reference.rms_norm, parameters=((HIDDEN,),)),
     Operation("gelu", to.gelu, partial(reference.activation, name="gelu")),
     Operation("swiglu", to.swiglu, partial(reference.gated_activation, name="swiglu"), rows=((2 * HIDDEN,),)),
+    Operation("matmul", _product, reference.matmul, parameters=((HIDDEN, 48), (48,))),
     Operation("add", to.add, reference.add, rows=((HIDDEN,), (HIDDEN,))),
     Operation("fork", to.fork, _forked),
     Operation("rotary", to.rotary, reference.rotary, rows=((3, 20),), extras=_documents, sharded=False),

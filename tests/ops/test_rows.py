@@ -170,6 +170,8 @@ def _raw(operation: Operation) -> tuple[Any, tuple[Any, ...]]:
             return operators.activation, (*inputs, "gelu", False, *count)
         case "swiglu":
             return operators.activation, (*inputs, "swiglu", True, *count)
+        case "matmul":
+            return operators.matmul, (*inputs, None, *count)
         case "add":
             return operators.add, (*inputs, *count)
         case "rotary":

@@ -36,7 +36,7 @@ from .tiles import push_piece
 FLAG_LANES = tl.constexpr(_FLAG_LANES)
 
 
-@triton.jit(do_not_specialize=["epoch", "rows", "slot_rows", "rows_per_flag", "operation"])
+@triton.jit(do_not_specialize=["tokens_ptr", "epoch", "rows", "slot_rows", "rows_per_flag", "operation"])
 def all_gather_kernel(
     buffer_ptr, tokens_ptr,  # int64 table of the user buffer; int32 T on the device, or None: T is W * rows
     x_ptr,  # [rows, K]

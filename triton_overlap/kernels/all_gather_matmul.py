@@ -58,7 +58,7 @@ COPY_ENGINE_ROWS = 512
 COPY_ENGINE_BYTES = 32 * 1024 * 1024
 
 
-@triton.jit(do_not_specialize=["epoch", "rows", "slot_rows", "rows_per_flag", "pushes", "operation"])
+@triton.jit(do_not_specialize=["tokens_ptr", "epoch", "rows", "slot_rows", "rows_per_flag", "pushes", "operation"])
 def all_gather_matmul_kernel(
     buffer_ptr, tokens_ptr,  # int64 table of the user buffer; int32 T on the device, or None: T is W * rows
     x_ptr, x_desc, slot_desc,  # own chunk [1, rows, K], and the slot [W, slot_rows, K], or with tokens_ptr both

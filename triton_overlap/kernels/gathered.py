@@ -18,7 +18,7 @@ from .launching import launch_kernel
 PROGRAMS_EACH = 4
 
 
-@triton.jit(do_not_specialize=["epoch", "rows", "slot_rows"])
+@triton.jit(do_not_specialize=["tokens_ptr", "epoch", "rows", "slot_rows"])
 def copy_gathered_kernel(
     buffer_ptr, tokens_ptr, out_ptr, epoch, rows, slot_rows, K, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -169,7 +169,7 @@ def _stage_tile(staging_ptr, acc, owner, row, rows, col, N, BLOCK_M: tl.constexp
         store_masked(staging_ptr, acc.to(staging_ptr.dtype.element_ty), owner, row, rows, cols, N, BLOCK_M)
 
 
-@triton.jit(do_not_specialize=["epoch", "rows", "slot_rows", "delay", "operation"])
+@triton.jit(do_not_specialize=["tokens_ptr", "epoch", "rows", "slot_rows", "delay", "operation"])
 def matmul_reduce_scatter_kernel(
     buffer_ptr, tokens_ptr,  # int64 table of the user buffer; int32 T on the device, or None: T is W * rows
     slot_desc,  # the slot [W, slot_rows, N], or with tokens_ptr both

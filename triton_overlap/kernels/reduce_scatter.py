@@ -54,7 +54,7 @@ def _reduce_piece(buffer_ptr, own_ptr, out_ptr, slot_ptr, first, count, stride_c
         tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["epoch", "rows", "slot_rows", "rows_per_flag", "operation"])
+@triton.jit(do_not_specialize=["tokens_ptr", "epoch", "rows", "slot_rows", "rows_per_flag", "operation"])
 def reduce_scatter_kernel(
     buffer_ptr, tokens_ptr,  # int64 table of the user buffer; int32 T on the device, or None: T is W * rows
     x_ptr, out_ptr,  # [T, K], [rows, K]

@@ -17,6 +17,7 @@ from ..comm.device import INTERPRETED
 from .config import TileConfig, tile_config
 from .launching import launch_kernel
 from .operands import descriptor, fits_descriptor, input_precision, is_row_major
+from .rows import active_rows
 from .tiles import MAX_STORE_COLUMNS, dot, split_columns, tile_position
 
 
@@ -36,9 +37,9 @@ def _load_rows(ptr, stride, ts, T, columns, num_columns):
     return tl.load(pointers, mask=(ts < T)[:, None] & (columns < num_columns)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["tokens_ptr", "shards", "T"])
 def weight_gradient_kernel(
-    tokens_ptr,  # int32 T on the device, or None; T is the capacity then
+    tokens_ptr, shards,  # int32 on the device, of which 1 / shards are the rows here, or None; T is the room then
     a_ptr, a_desc, stride_a,  # [T, K]
     g_ptr, g_desc, stride_g,  # [T, N]
     out_ptr, stride_ok, stride_on,  # [K, N], any strides
@@ -52,7 +53,7 @@ def weight_gradient_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     steps = tl.cdiv(T, BLOCK_K)
     if tokens_ptr is not None:
-        T = tl.minimum(tl.maximum(tl.load(tokens_ptr), 0), T)
+        T = active_rows(tokens_ptr, shards, T)
         steps = T // BLOCK_K  # the partial one comes last
     for step in range(steps):
         if a_desc is not None:
@@ -85,6 +86,7 @@ def launch(
     accumulate_into: torch.Tensor | None = None,
     *,
     active_tokens: torch.Tensor | None = None,
+    shards: int = 1,
     config: TileConfig | None = None,
 ) -> torch.Tensor:
     """``a^T @ g``.
@@ -94,7 +96,9 @@ def launch(
         g: [T, N] in the dtype of ``a``.
         accumulate_into: fp32 [K, N] of any strides, to which the product is added in fp32; returned. By default the
             product is a fresh [K, N] tensor in the dtype of ``a``.
-        active_tokens: int32 scalar on the device: T, up to the rows of ``a`` and ``g``. Others have no effect.
+        active_tokens: int32 scalar on the device: T times ``shards``; T is up to the rows of ``a`` and ``g``, of which
+            others have no effect.
+        shards: ranks that the tokens are split over.
         config: tile sizes; BLOCK_M runs over K, BLOCK_N over N and BLOCK_K over T.
     """
     k, n = a.shape[1], g.shape[1]
@@ -109,6 +113,7 @@ def launch(
         triton.cdiv(k, config.BLOCK_M) * triton.cdiv(n, config.BLOCK_N),
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
         tokens_ptr=active_tokens,
+        shards=shards,
         a_ptr=a,
         a_desc=descriptor(a, [config.BLOCK_K, config.BLOCK_M], descriptors),
         stride_a=a.stride(0),

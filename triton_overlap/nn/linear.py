@@ -35,7 +35,7 @@ from ..comm.gemm_configs import STEPS
 from ..comm.group import Group
 from ..comm.user_buffers import Communicator, UserBuffer
 from ..errors import ActiveShapeError
-from ..ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, replicated_matmul
+from ..ops import all_gather_matmul, matmul, matmul_all_reduce, matmul_reduce_scatter, replicated_matmul
 from .overlap import LIBRARY_CHOICE, PARALLEL_MODES, Overlap, gemm_methods
 from .sharding import take_shard
 
@@ -274,9 +274,9 @@ class _ParallelLinear(nn.Module):
 
     def _check_device_count(self, x: Tensor) -> None:
         kind = type(self).__name__
-        if self._split_dim is None or not self.sequence_parallel:
+        if self._split_dim is not None and not self.sequence_parallel:
             raise NotImplementedError(
-                f"{kind}: active_tokens needs sequence_parallel=True and a layer that the ranks split, since the other "
+                f"{kind}: active_tokens needs sequence_parallel=True in a layer that the ranks split, since its other "
                 "products take their sizes from the host; call without active_tokens"
             )
         if x.dim() != 2:
@@ -541,9 +541,11 @@ class Linear(_ParallelLinear):
             return self._column_forward(x, active_tokens)
         if self._split_dim == 1:
             return self._row_forward(x, active_tokens)
-        if active_tokens is not None:
-            self._check_device_count(x)
-        return F.linear(x, self.weight, self.bias)
+        if active_tokens is None:
+            return F.linear(x, self.weight, self.bias)
+        self._check_device_count(x)
+        shards = self.group.world_size if self.sequence_parallel else 1
+        return matmul(x, self.weight.t(), bias=self.bias, active_tokens=active_tokens, shards=shards)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, parallel_mode={self.parallel_mode}, method={self.method}"

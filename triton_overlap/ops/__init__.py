@@ -10,6 +10,7 @@ from .all_gather_matmul import all_gather_matmul
 from .bulk import all_gather_beside_matmul, reduce_scatter_beside_matmul
 from .cross_entropy import cross_entropy
 from .gemm_methods import GemmMethods
+from .matmul import matmul
 from .matmul_all_reduce import matmul_all_reduce, replicated_matmul
 from .matmul_reduce_scatter import matmul_reduce_scatter
 from .normalization import layer_norm, rms_norm
@@ -28,6 +29,7 @@ __all__ = [
     "gated_activation",
     "gelu",
     "layer_norm",
+    "matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "reduce_scatter",

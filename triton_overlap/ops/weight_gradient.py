@@ -24,11 +24,11 @@ from .autocast import without_autocast
 __all__ = [
     "bias_gradient",
     "check_weight_gradient",
-    "counted_bias_gradient",
-    "counted_weight_gradient",
     "is_transposed",
     "local_gradients",
     "local_matmul",
+    "row_bias_gradient",
+    "row_weight_gradient",
     "save_product",
     "weight_gradient",
     "weight_gradient_",
@@ -36,46 +36,52 @@ __all__ = [
 
 
 @torch.library.custom_op("triton_overlap::weight_gradient_", mutates_args=("main_grad",))
-def weight_gradient_(a: Tensor, g: Tensor, main_grad: Tensor, active_tokens: Tensor | None = None) -> None:
+def weight_gradient_(
+    a: Tensor, g: Tensor, main_grad: Tensor, active_tokens: Tensor | None = None, shards: int = 1
+) -> None:
     """Add ``a^T g`` to ``main_grad`` in place, with float32 accumulation.
 
     Args:
         a: [T, K], bfloat16, float16 or float32.
         g: [T, N], the dtype of ``a``.
         main_grad: [K, N], float32, any strides.
-        active_tokens: int32 scalar on the device: T, up to the rows of ``a`` and ``g``; None for all of them.
+        active_tokens: int32 scalar on the device: T times ``shards``, T up to the rows of ``a`` and ``g``; None for all
+            of them.
+        shards: ranks that the tokens are split over.
 
     Raises:
         ValueError: shapes or dtypes do not belong together.
     """
     check_weight_gradient("weight_gradient_", a, g, main_grad)
-    weight_gradient_kernel.launch(a, g, accumulate_into=main_grad, active_tokens=active_tokens)
+    weight_gradient_kernel.launch(a, g, accumulate_into=main_grad, active_tokens=active_tokens, shards=shards)
 
 
 @weight_gradient_.register_fake
-def _weight_gradient_fake(a: Tensor, g: Tensor, main_grad: Tensor, active_tokens: Tensor | None = None) -> None:
+def _weight_gradient_fake(
+    a: Tensor, g: Tensor, main_grad: Tensor, active_tokens: Tensor | None = None, shards: int = 1
+) -> None:
     return None
 
 
-@torch.library.custom_op("triton_overlap::counted_weight_gradient", mutates_args=())
-def counted_weight_gradient(a: Tensor, g: Tensor, active_tokens: Tensor) -> Tensor:
-    """``torch.ops.triton_overlap.counted_weight_gradient``: ``a^T g`` over the first T rows -> [K, N], fresh."""
-    return weight_gradient_kernel.launch(a, g, active_tokens=active_tokens)
+@torch.library.custom_op("triton_overlap::row_weight_gradient", mutates_args=())
+def row_weight_gradient(a: Tensor, g: Tensor, active_tokens: Tensor | None, shards: int = 1) -> Tensor:
+    """``torch.ops.triton_overlap.row_weight_gradient``: ``a^T g`` over the active rows -> [K, N], fresh."""
+    return weight_gradient_kernel.launch(a, g, active_tokens=active_tokens, shards=shards)
 
 
-@counted_weight_gradient.register_fake
-def _counted_weight_gradient_fake(a: Tensor, g: Tensor, active_tokens: Tensor) -> Tensor:
+@row_weight_gradient.register_fake
+def _row_weight_gradient_fake(a: Tensor, g: Tensor, active_tokens: Tensor | None, shards: int = 1) -> Tensor:
     return a.new_empty((a.shape[1], g.shape[1]))
 
 
-@torch.library.custom_op("triton_overlap::counted_bias_gradient", mutates_args=())
-def counted_bias_gradient(g: Tensor, active_tokens: Tensor) -> Tensor:
-    """``torch.ops.triton_overlap.counted_bias_gradient``: the sum of the first T rows of ``g`` -> [N], fresh."""
-    return column_sum.launch(g, active_tokens).to(g.dtype)
+@torch.library.custom_op("triton_overlap::row_bias_gradient", mutates_args=())
+def row_bias_gradient(g: Tensor, active_tokens: Tensor | None, shards: int = 1) -> Tensor:
+    """``torch.ops.triton_overlap.row_bias_gradient``: the sum of the active rows of ``g`` -> [N], fresh."""
+    return column_sum.launch(g, active_tokens, shards).to(g.dtype)
 
 
-@counted_bias_gradient.register_fake
-def _counted_bias_gradient_fake(g: Tensor, active_tokens: Tensor) -> Tensor:
+@row_bias_gradient.register_fake
+def _row_bias_gradient_fake(g: Tensor, active_tokens: Tensor | None, shards: int = 1) -> Tensor:
     return g.new_empty((g.shape[1],))
 
 
@@ -98,7 +104,14 @@ def is_transposed(b: Tensor) -> bool:
 
 
 def weight_gradient(
-    a: Tensor, g: Tensor, b: Tensor, main_grad: Tensor | None, active_tokens: Tensor | None = None
+    a: Tensor,
+    g: Tensor,
+    b: Tensor,
+    main_grad: Tensor | None,
+    active_tokens: Tensor | None = None,
+    shards: int = 1,
+    *,
+    own_kernel: bool = False,
 ) -> Tensor | None:
     """The gradient of ``b`` in ``a @ b``, or None after adding it to ``main_grad``.
 
@@ -107,25 +120,23 @@ def weight_gradient(
         g: [T, N].
         b: [K, N]; only its strides are read.
         main_grad: float32 [K, N] or None.
-        active_tokens: T on the device, or None where it is the rows of ``a`` and ``g``.
+        active_tokens: T times ``shards``, on the device, or None where T is the rows of ``a`` and ``g``.
+        shards: ranks that the tokens are split over.
+        own_kernel: do without torch's product where there is no count too, for the bits of a call with one.
 
     Returns:
         [K, N] in ``a``'s dtype, laid out as ``b`` is: where ``b`` is the transposed view of a weight, the weight's own
         gradient comes out contiguous and autograd need not copy it.
     """
     if main_grad is not None:
-        weight_gradient_(a, g, main_grad, active_tokens)
+        weight_gradient_(a, g, main_grad, active_tokens, shards)
         return None
-    if is_transposed(b):
-        return _transposed_product(g, a, active_tokens).transpose(0, 1)
-    return _transposed_product(a, g, active_tokens)
-
-
-def _transposed_product(x: Tensor, y: Tensor, active_tokens: Tensor | None) -> Tensor:
-    """``x^T y``."""
-    if active_tokens is not None:
-        return counted_weight_gradient(x, y, active_tokens)
-    return local_matmul(x.transpose(0, 1), y)
+    left, right = (g, a) if is_transposed(b) else (a, g)
+    if own_kernel or active_tokens is not None:
+        product = row_weight_gradient(left, right, active_tokens, shards)
+    else:
+        product = local_matmul(left.transpose(0, 1), right)
+    return product.transpose(0, 1) if is_transposed(b) else product
 
 
 def save_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -155,10 +166,12 @@ def local_gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple[Te
     )
 
 
-def bias_gradient(g: Tensor, active_tokens: Tensor | None = None) -> Tensor:
-    """``g`` [T, N] -> [N] in ``g``'s dtype, summed in float32."""
-    if active_tokens is not None:
-        return counted_bias_gradient(g, active_tokens)
+def bias_gradient(
+    g: Tensor, active_tokens: Tensor | None = None, shards: int = 1, *, own_kernel: bool = False
+) -> Tensor:
+    """``g`` [T, N] -> [N] in ``g``'s dtype, summed in float32; arguments as in ``weight_gradient``."""
+    if own_kernel or active_tokens is not None:
+        return row_bias_gradient(g, active_tokens, shards)
     return g.sum(dim=0, dtype=torch.float32).to(g.dtype)
 
 
