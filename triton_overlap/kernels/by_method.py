@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ..comm.user_buffers import UserBuffer
+from . import activation as activation_kernel
 from . import all_gather_matmul as fused_all_gather
 from . import collective, gathered, pipeline, ring_exchange
 from . import matmul_reduce_scatter as fused_reduce_scatter
 from .choose import choices_of
 from .config import TileConfig
+from .epilogue import Epilogue
 from .methods import Method
 from .steps import multiply_into
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation of a product, by the method's own means.
+
+    Attributes:
+        function: as in ``kernels.activation``.
+        gated: whether the product's left half is a gate for its right half.
+        keep_product: whether the product is a result too.
+    """
+
+    function: str
+    gated: bool
+    keep_product: bool
+
 
 #: Who sends in the fused all-gather, by the option ``use_ce``.
 _SENDERS = {None: "auto", False: "programs", True: "copy_engine"}
@@ -70,6 +89,45 @@ def all_gather_matmul(
     return outs
 
 
+def all_gather_matmul_activation(
+    buffer: UserBuffer,
+    x: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Activation,
+    *,
+    gather: bool,
+    method: Method,
+    active_tokens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The activation of the product, the product [T, N] where it is kept, else [0, N], and the gathered rows [T, K]
+    where ``gather``, else [0, K]; all fresh."""
+    if method.name == "auto":
+        tokens = x.shape[0] * buffer.group.world_size
+        method = choices_of(buffer.group).method("all_gather_matmul", x.dtype, b.shape[1], x.shape[1], tokens)
+    if method.name == "fused":
+        tokens = x.shape[0] * buffer.group.world_size
+        product = x.new_empty((tokens if activation.keep_product else 0, b.shape[1]))
+        epilogue = Epilogue(activation.function, activation.gated, product if activation.keep_product else None)
+        out = fused_all_gather.launch(
+            buffer,
+            x,
+            b,
+            bias,
+            active_tokens=active_tokens,
+            gather=gather,
+            epilogue=epilogue,
+            sender=_SENDERS[method.use_ce],
+            config=_tiles(method),
+        )
+        rows = gathered.launch(buffer, out.shape[0], active_tokens) if gather else x.new_empty((0, x.shape[1]))
+        return out, product, rows
+    outs = all_gather_matmul(buffer, x, [b], [bias], gather=gather, method=method)
+    out = activation_kernel.launch(outs[0], activation.function, gated=activation.gated)
+    product = outs[0] if activation.keep_product else x.new_empty((0, b.shape[1]))
+    return out, product, outs[1] if gather else x.new_empty((0, x.shape[1]))
+
+
 def matmul_reduce_scatter(
     buffer: UserBuffer,
     a: torch.Tensor,
@@ -78,19 +136,20 @@ def matmul_reduce_scatter(
     *,
     method: Method,
     active_tokens: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
     operation: str = "matmul_reduce_scatter",
 ) -> torch.Tensor:
-    """This rank's chunk of ``sum over ranks of a @ b``, plus ``bias``: [T, K] and [K, N] -> [T/W, N], fresh. With
-    ``active_tokens`` by the fused method.
+    """This rank's chunk of ``sum over ranks of a @ b``, plus ``bias`` and ``residual``: [T, K] and [K, N] -> [T/W, N],
+    fresh. With ``active_tokens`` by the fused method.
 
     ``operation`` is the one that this product is a part of, under which ``auto`` looks it up.
     """
     if method.name == "auto":
         method = choices_of(buffer.group).method(operation, a.dtype, b.shape[1], a.shape[1], a.shape[0])
-    if method.name == "ring_exchange":
-        return ring_exchange.matmul_reduce_scatter(buffer, a, b, bias, method=method)
-    if method.name == "pipeline":
-        return pipeline.matmul_reduce_scatter(buffer, a, b, bias, method=method)
-    if method.name == "nccl":
-        return collective.matmul_reduce_scatter(buffer, a, b, bias, method=method)
-    return fused_reduce_scatter.launch(buffer, a, b, bias, active_tokens=active_tokens, config=_tiles(method))
+    if method.name == "fused":
+        return fused_reduce_scatter.launch(
+            buffer, a, b, bias, residual=residual, active_tokens=active_tokens, config=_tiles(method)
+        )
+    other = {"ring_exchange": ring_exchange, "pipeline": pipeline, "nccl": collective}[method.name]
+    out = other.matmul_reduce_scatter(buffer, a, b, bias, method=method)
+    return out if residual is None else out.add_(residual)

@@ -20,7 +20,7 @@ from ..kernels.activation import FUNCTIONS, GATED_FUNCTIONS
 from .rows import check_active_tokens, check_matrix, check_same
 from .validation import check_optional_tensors, check_tensors, refuse_double_backward
 
-__all__ = ["activation", "activation_op", "gated_activation", "gelu", "swiglu"]
+__all__ = ["activation", "activation_named", "activation_op", "gated_activation", "gelu", "swiglu"]
 
 _GELU_NAMES = {"tanh": "gelu", "none": "gelu_exact"}
 
@@ -30,6 +30,19 @@ def _function(name: str, gated: bool) -> str:
     if name not in known:
         raise ValueError(f"{_operation(gated)}: the activation must be one of {', '.join(sorted(known))}, got {name!r}")
     return known[name]
+
+
+def activation_named(operation: str, name: str) -> tuple[str, bool]:
+    """The function of the kernels behind ``name``, and whether it is gated.
+
+    Raises:
+        ValueError: no activation has this name; lists those that there are.
+    """
+    for gated, known in ((False, FUNCTIONS), (True, GATED_FUNCTIONS)):
+        if name in known:
+            return known[name], gated
+    names = ", ".join(map(repr, sorted({**FUNCTIONS, **GATED_FUNCTIONS})))
+    raise ValueError(f"{operation}: activation must be one of {names}, got {name!r}")
 
 
 def _operation(gated: bool) -> str:

@@ -24,9 +24,11 @@ from torch import Tensor
 
 from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import by_method
-from ..kernels.methods import Method, reduce_method
+from ..kernels.methods import Method
+from .activation import activation_named
+from .all_gather_matmul_activation import all_gather_matmul_activation_op
 from .autocast import autocast_operands
-from .bulk import reduce_scatter_beside_weight_gradient
+from .gather_gradients import gather_gradients, save_gathered_product
 from .gemm_methods import GemmMethods
 from .validation import (
     check_activation,
@@ -39,12 +41,10 @@ from .validation import (
     handle_of,
     listed_optional_tensors,
     listed_tensors,
-    refuse_double_backward,
     refuse_list,
     text_of,
     world_size_of,
 )
-from .weight_gradient import bias_gradient, local_matmul, weight_gradient
 
 __all__ = ["all_gather_matmul", "all_gather_matmul_op", "all_gather_matmuls_op"]
 
@@ -169,13 +169,15 @@ def _forward(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     a_shard, b, _, main_grad, buffer, gather, method, active_tokens = inputs
     rows = output[1] if gather else a_shard
-    _save(ctx, [b], [main_grad], rows if ctx.needs_input_grad[1] else None, buffer, gather, method, active_tokens)
+    save_gathered_product(
+        ctx, [b], [main_grad], rows if ctx.needs_input_grad[1] else None, buffer, gather, method, active_tokens
+    )
 
 
 def _backward(ctx: Any, out_grad: Tensor | None, gathered_grad: Tensor | None) -> tuple[Tensor | None, ...]:
     needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
-    a_grad, (b_grad,), (bias_grad,) = _gradients(
-        ctx, needs_a, [needs_b], [needs_bias], [out_grad], gathered_grad if ctx.gather else None
+    a_grad, (b_grad,), (bias_grad,) = gather_gradients(
+        ctx, ctx.saved_tensors, needs_a, [needs_b], [needs_bias], [out_grad], gathered_grad if ctx.gather else None
     )
     return a_grad, b_grad, bias_grad, None, None, None, None, None
 
@@ -186,14 +188,15 @@ def _several_setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tenso
     # Flat here, one flag for each tensor; in backward it is nested as the arguments are.
     needs_any_b = any(ctx.needs_input_grad[1 : 1 + len(bs)])
     rows = output[-1] if gather else a_shard
-    _save(ctx, bs, _optional(main_grads, bs), rows if needs_any_b else None, buffer, gather, method)
+    save_gathered_product(ctx, bs, _optional(main_grads, bs), rows if needs_any_b else None, buffer, gather, method)
 
 
 def _several_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     needs_a, needs_bs, needs_biases, *_ = ctx.needs_input_grad
     count = len(ctx.main_grads)
-    a_grad, b_grads, bias_grads = _gradients(
+    a_grad, b_grads, bias_grads = gather_gradients(
         ctx,
+        ctx.saved_tensors,
         needs_a,
         needs_bs,
         needs_biases or [False] * count,
@@ -201,125 +204,6 @@ def _several_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         grads[count] if ctx.gather else None,
     )
     return a_grad, b_grads, bias_grads[: ctx.num_biases], [None] * ctx.num_main_grads, None, None, None
-
-
-def _save(
-    ctx: Any,
-    bs: Sequence[Tensor],
-    main_grads: list[Tensor | None],
-    rows: Tensor | None,
-    buffer: str,
-    gather: bool,
-    method: str,
-    active_tokens: Tensor | None = None,
-) -> None:
-    """Keep what ``_gradients`` needs; ``rows`` are the gathered ones, or the shard to gather again, or None."""
-    ctx.set_materialize_grads(False)
-    ctx.buffer, ctx.gather, ctx.method = buffer, gather, method
-    # Not through save_for_backward: other microbatches add to it between this forward and its backward.
-    ctx.main_grads = main_grads
-    # The count is: should somebody write another to it before this forward's backward, autograd says so.
-    ctx.save_for_backward(active_tokens, *bs, *([] if rows is None else [rows]))
-
-
-def _gradients(
-    ctx: Any,
-    needs_a: bool,
-    needs_bs: Sequence[bool],
-    needs_biases: Sequence[bool],
-    out_grads: Sequence[Tensor | None],
-    gathered_grad: Tensor | None,
-) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """Of the shard, of each b and of each bias; None where nobody asks or nothing came in."""
-    refuse_double_backward(_NAME)
-    count = len(ctx.main_grads)
-    methods = GemmMethods.parse(ctx.method)
-    active_tokens, *saved = ctx.saved_tensors  # once: each access unpacks; under checkpointing it may happen only once
-    bs, rows = saved[:count], saved[count:]
-    wanted = {i: grad for i, grad in enumerate(out_grads) if grad is not None and needs_bs[i]}
-    a_grad: Tensor | None = None
-    b_grads: list[Tensor | None] = [None] * count
-    if needs_a and wanted and (methods.gathers_beside_dgrad or methods.wgrad is not None):
-        a_grad, b_grads = _gradients_beside(ctx, methods, bs, rows[0], wanted, out_grads, gathered_grad)
-    else:
-        if needs_a:
-            by = methods.dgrad if methods.dgrad and not methods.gathers_beside_dgrad else reduce_method(methods.fprop)
-            a_grad = _shard_gradient(bs, out_grads, gathered_grad, ctx.buffer, by, active_tokens)
-        if wanted:
-            gathered = rows[0]
-            if not ctx.gather:
-                gathered = torch.ops.triton_overlap.all_gather(gathered, ctx.buffer, active_tokens)
-            for i, grad in wanted.items():
-                b_grads[i] = weight_gradient(gathered, grad, bs[i], ctx.main_grads[i], active_tokens)
-    bias_grads = [
-        None if grad is None or not needed else bias_gradient(grad, active_tokens)
-        for grad, needed in zip(out_grads, needs_biases, strict=True)
-    ]
-    return a_grad, b_grads, bias_grads
-
-
-def _gradients_beside(
-    ctx: Any,
-    methods: GemmMethods,
-    bs: Sequence[Tensor],
-    rows: Tensor,
-    wanted: dict[int, Tensor],
-    out_grads: Sequence[Tensor | None],
-    gathered_grad: Tensor | None,
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Of the shard and of each b in ``wanted``, with collectives beside products that do not need them, which all take
-    the token count from the host."""
-    grad, weight = _side_by_side(bs, out_grads)
-    ops, transposed = torch.ops.triton_overlap, weight.transpose(0, 1)
-    if methods.dgrad is not None and not ctx.gather:
-        gathered, product = ops.all_gather_beside_matmul(rows, grad, transposed, None, ctx.buffer, methods.dgrad)
-    else:
-        gathered = rows if ctx.gather else ops.all_gather(rows, ctx.buffer)
-        product = local_matmul(grad, transposed)
-    if gathered_grad is not None:
-        product = product + gathered_grad
-    b_grads: list[Tensor | None] = [None] * len(bs)
-    if methods.wgrad is None:
-        a_grad = ops.reduce_scatter(product, ctx.buffer)
-    else:
-        i = next(iter(wanted))
-        operands = gathered, wanted.pop(i), bs[i], ctx.main_grads[i]
-        a_grad, b_grads[i] = reduce_scatter_beside_weight_gradient(
-            product, *operands, buffer=ctx.buffer, method=methods.wgrad
-        )
-    for i, out_grad in wanted.items():
-        b_grads[i] = weight_gradient(gathered, out_grad, bs[i], ctx.main_grads[i])
-    return a_grad, b_grads
-
-
-def _side_by_side(bs: Sequence[Tensor], out_grads: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-    """The gradients that came in, and their b's, each along N: one product, accumulated in float32 over all of them."""
-    grads = [grad for grad in out_grads if grad is not None]
-    weights = [b for b, grad in zip(bs, out_grads, strict=True) if grad is not None]
-    if len(grads) == 1:
-        return grads[0], weights[0]
-    return torch.cat(grads, dim=1), torch.cat(weights, dim=1)
-
-
-def _shard_gradient(
-    bs: Sequence[Tensor],
-    out_grads: Sequence[Tensor | None],
-    gathered_grad: Tensor | None,
-    buffer: str,
-    method: str,
-    active_tokens: Tensor | None,
-) -> Tensor | None:
-    """[T/W, K]: the ranks' sum of ``sum_i out_grads[i] @ bs[i]^T``, one call, and of ``gathered_grad``."""
-    out: Tensor | None = None
-    if gathered_grad is not None:
-        out = torch.ops.triton_overlap.reduce_scatter(gathered_grad, buffer, active_tokens)
-    if all(grad is None for grad in out_grads):
-        return out
-    grad, weight = _side_by_side(bs, out_grads)
-    product: Tensor = torch.ops.triton_overlap.matmul_reduce_scatter(
-        grad, weight.transpose(0, 1), None, None, buffer, method, active_tokens
-    )
-    return product if out is None else out + product
 
 
 all_gather_matmul_op.register_autograd(_backward, setup_context=_setup_context)
@@ -337,6 +221,7 @@ def all_gather_matmul(
     return_gathered: Literal[False] = ...,
     save_gathered: bool = ...,
     main_grad: Tensor | None = ...,
+    activation: str | None = ...,
     active_tokens: Tensor | None = ...,
 ) -> Tensor: ...
 
@@ -352,6 +237,7 @@ def all_gather_matmul(
     return_gathered: Literal[True],
     save_gathered: bool = ...,
     main_grad: Tensor | None = ...,
+    activation: str | None = ...,
     active_tokens: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -394,6 +280,7 @@ def all_gather_matmul(
     return_gathered: bool = False,
     save_gathered: bool = True,
     main_grad: Tensor | Sequence[Tensor | None] | None = None,
+    activation: str | None = None,
     active_tokens: Tensor | None = None,
 ) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
     """Gather every rank's rows and multiply them by this rank's ``b``: ``gather(a_shard) @ b + bias``.
@@ -415,6 +302,9 @@ def all_gather_matmul(
             gathers again in backward. Rows that are returned are kept anyway.
         main_grad: float32 [K, N], any strides, or one (or None) for each of several ``b``. Backward adds the weight
             gradient to it, and ``b`` gets no gradient of its own.
+        activation: of the product, by a name of ``to.activation`` or ``to.gated_activation``: [T, N], or [T, N/2] of a
+            gated one, whose gate are the left N/2 columns of ``b``. By the fused method inside the kernel, so that the
+            product is written for backward alone and not read in forward; by others after it. With one ``b``.
         active_tokens: T on the device, for a buffer with ``device_count``; see docs/device_count.md. With one ``b``, by
             the fused method.
 
@@ -434,6 +324,8 @@ def all_gather_matmul(
     check_switch(_NAME, "return_gathered", return_gathered)
     check_switch(_NAME, "save_gathered", save_gathered)
     check_optional_tensors(_NAME, active_tokens=active_tokens)
+    if activation is not None:
+        activation_named(_NAME, activation)
     if isinstance(b, Tensor):
         bias, main_grad = refuse_list(_NAME, "bias", bias), refuse_list(_NAME, "main_grad", main_grad)
         check_tensors(_NAME, b=b)
@@ -442,11 +334,32 @@ def all_gather_matmul(
         a_cast, b_cast, bias_cast = autocast_operands(a_shard, b, bias)
         out: Tensor
         gathered: Tensor
+        if activation is not None:
+            differentiates = torch.is_grad_enabled() and any(
+                x is not None and x.requires_grad for x in (a_cast, b_cast, bias_cast)
+            )
+            out, _, gathered = all_gather_matmul_activation_op(
+                a_cast,
+                b_cast,
+                bias_cast,
+                main_grad,
+                handle,
+                gather,
+                text,
+                activation,
+                differentiates,
+                active_tokens,
+            )
+            return (out, gathered) if return_gathered else out
         out, gathered = torch.ops.triton_overlap.all_gather_matmul(
             a_cast, b_cast, bias_cast, main_grad, handle, gather, text, active_tokens
         )
         return (out, gathered) if return_gathered else out
 
+    if activation is not None:
+        raise NotImplementedError(
+            f"{_NAME}: activation is for one b; take it of each product, with to.activation or to.gated_activation"
+        )
     if active_tokens is not None:
         raise NotImplementedError(
             f"{_NAME}: several b cannot share a gather whose count is on the device; concatenate them along N and "

@@ -3,7 +3,8 @@
 Shape ledger (W ranks, N the buffer's hidden size)
     a          [T, K]     this rank's columns of the left operand
     b          [K, N]     this rank's rows of the right operand, any strides torch.matmul takes without a copy
-    forward    reduce_scatter(a @ b) + bias               -> out       [T/W, N], the bias added once, after the sum
+    residual   [T/W, N]
+    forward    reduce_scatter(a @ b) + bias + residual    -> out       [T/W, N], both added once, after the sum
     dgrad      gather(dOut) @ b^T                         -> dA        [T, K], on the same buffer, which leaves
     gathered   gather(dOut)                                            [T, N] for the two below
     wgrad      a^T @ gathered                             -> dB        [K, N], local
@@ -27,6 +28,7 @@ from .gemm_methods import GemmMethods
 from .validation import (
     check_optional_tensors,
     check_reduced_product,
+    check_residual,
     check_tensors,
     handle_of,
     refuse_double_backward,
@@ -49,6 +51,7 @@ def matmul_reduce_scatter_op(
     buffer: str,
     method: str,
     active_tokens: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """``torch.ops.triton_overlap.matmul_reduce_scatter``: the operation without conveniences.
 
@@ -60,13 +63,18 @@ def matmul_reduce_scatter_op(
         buffer: handle of a user buffer with hidden size N.
         method: see ``matmul_reduce_scatter``.
         active_tokens: int32 scalar on the device, or None.
+        residual: [T/W, N] or None.
 
     Returns:
         [T/W, N], fresh.
     """
     user_buffer = user_buffer_by_handle(buffer)
     _, by = check_reduced_product(_NAME, user_buffer, a, b, bias, main_grad, method, active_tokens)
-    return by_method.matmul_reduce_scatter(user_buffer, a, b, bias, method=by, active_tokens=active_tokens)
+    if residual is not None:
+        check_residual(_NAME, user_buffer, residual, (a.shape[0] // user_buffer.group.world_size, b.shape[1]))
+    return by_method.matmul_reduce_scatter(
+        user_buffer, a, b, bias, method=by, active_tokens=active_tokens, residual=residual
+    )
 
 
 @matmul_reduce_scatter_op.register_fake
@@ -78,6 +86,7 @@ def _fake(
     buffer: str,
     method: str,
     active_tokens: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     return a.new_empty((a.shape[0] // world_size_of(buffer), b.shape[1]))
 
@@ -104,7 +113,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     elif needs_gathered:
         gathered = torch.ops.triton_overlap.all_gather(grad, ctx.buffer, saved[1])
     b_grad, bias_grad = (None, None) if gathered is None else local_gradients(ctx, saved, gathered)
-    return a_grad, b_grad, bias_grad, None, None, None, None
+    needs_residual = any(ctx.needs_input_grad[7:])  # there is no entry for a default that was left out
+    return a_grad, b_grad, bias_grad, None, None, None, None, grad if needs_residual else None
 
 
 matmul_reduce_scatter_op.register_autograd(_backward, setup_context=save_product)
@@ -118,14 +128,16 @@ def matmul_reduce_scatter(
     bias: Tensor | None = None,
     method: str | Method | GemmMethods = "fused",
     main_grad: Tensor | None = None,
+    residual: Tensor | None = None,
     active_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Multiply, sum over the ranks and keep this rank's rows: rows of ``sum over ranks of a @ b``, plus ``bias``.
+    """Multiply, sum over the ranks and keep this rank's rows: rows of ``sum over ranks of a @ b``, plus ``bias`` and
+    ``residual``.
 
     Collective: every rank of the buffer's group calls it with the same T, K, N and dtype. The sum over ranks has a
-    fixed order, so results are bitwise reproducible. Differentiable once, with respect to ``a``, ``b`` and ``bias``;
-    backward is collective as well. Under autocast the operands are cast as ``torch.matmul`` would, and the buffer must
-    have the autocast dtype.
+    fixed order, so results are bitwise reproducible. Differentiable once, with respect to ``a``, ``b``, ``bias`` and
+    ``residual``; backward is collective as well. Under autocast the operands are cast as ``torch.matmul`` would, and
+    the buffer must have the autocast dtype.
 
     Args:
         a: [T, K], this rank's columns; bfloat16, float16 or float32, the buffer's dtype. T is divisible by W.
@@ -137,6 +149,8 @@ def matmul_reduce_scatter(
             one, and ring exchange after ``"pipeline"``, or what a ``GemmMethods`` gives as ``dgrad``.
         main_grad: float32 [K, N], any strides. Backward adds the weight gradient to it, and ``b`` gets no gradient of
             its own.
+        residual: [T/W, N], this rank's rows of what the product is added to. By the fused method inside the kernel, in
+            float32 before the one rounding; by others after it.
         active_tokens: T on the device, for a buffer with ``device_count``; see docs/device_count.md. By the fused
             method.
 
@@ -152,9 +166,9 @@ def matmul_reduce_scatter(
     """
     handle, text = handle_of(_NAME, buffer), text_of(_NAME, method)
     check_tensors(_NAME, a=a, b=b)
-    check_optional_tensors(_NAME, bias=bias, main_grad=main_grad, active_tokens=active_tokens)
-    a_cast, b_cast, bias_cast = autocast_operands(a, b, bias)
+    check_optional_tensors(_NAME, bias=bias, main_grad=main_grad, residual=residual, active_tokens=active_tokens)
+    a_cast, b_cast, bias_cast, residual_cast = autocast_operands(a, b, bias, residual)
     out: Tensor = torch.ops.triton_overlap.matmul_reduce_scatter(
-        a_cast, b_cast, bias_cast, main_grad, handle, text, active_tokens
+        a_cast, b_cast, bias_cast, main_grad, handle, text, active_tokens, residual_cast
     )
     return out

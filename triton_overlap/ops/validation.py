@@ -308,6 +308,15 @@ def check_main_grad(operation: str, main_grad: Tensor, b: Tensor) -> None:
         raise ValueError(f"{operation}: main_grad must not require a gradient itself")
 
 
+def check_residual(operation: str, buffer: UserBuffer, residual: Tensor, shape: tuple[int, int]) -> None:
+    """ValueError unless ``residual`` has ``shape``, and the buffer's dtype and device."""
+    check_tensor(operation, buffer, "residual", residual)
+    if tuple(residual.shape) != shape:
+        raise ValueError(
+            f"{operation}: residual must be [T/W, N] = {list(shape)}, this rank's rows, got {list(residual.shape)}"
+        )
+
+
 def check_right_operand(
     operation: str,
     buffer: UserBuffer,

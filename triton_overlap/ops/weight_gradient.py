@@ -140,7 +140,7 @@ def weight_gradient(
 
 
 def save_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """``setup_context`` of an operator ``(a, b, bias, main_grad, buffer, method[, active_tokens])``: saves b, the
+    """``setup_context`` of an operator ``(a, b, bias, main_grad, buffer, method[, active_tokens, ..])``: saves b, the
     count, and a where b wants a gradient; keeps the rest on ``ctx``."""
     a, b, _, main_grad, ctx.buffer, ctx.method, *counts = inputs
     _, needs_b, *_ = ctx.needs_input_grad
