@@ -42,6 +42,55 @@ def opcheck(group: to.Group, sizes: Sizes) -> None:
         assert set(outcome.values()) == {"SUCCESS"}, f"{op}: {outcome}"
 
 
+def opcheck_of_counts_and_epilogues(group: to.Group, sizes: Sizes) -> None:
+    """The same of token counts on the device, activations and residuals."""
+    dtype, world_size, hidden, features = torch.float32, group.world_size, sizes.hidden, sizes.features
+    plain = sizes.buffer(group, dtype).handle
+    capacity = sizes.max_rows * world_size
+    handle = group.user_buffer(capacity, hidden, dtype, device_count=True).handle
+    draw = Draw(group, dtype, 52)
+    rows, tokens = sizes.rows[0], sizes.rows[0] * world_size
+    count = torch.full((), tokens, dtype=torch.int32, device=group.device)
+    x, b = draw.mine(draw.per_rank(rows, hidden)), draw.mine(draw.per_rank(hidden, 2 * features))
+    bias = draw.mine(draw.per_rank(2 * features))
+    a, c = draw.mine(draw.per_rank(tokens, features)), draw.mine(draw.per_rank(features, hidden))
+    whole, residual = leaf(draw.one(tokens, hidden)), draw.mine(draw.per_rank(rows, hidden))
+    ops = torch.ops.triton_overlap
+    cases: list[tuple[Any, tuple[Any, ...]]] = [
+        (ops.all_gather_matmul, (x, b, bias, None, handle, True, "fused", count)),
+        (ops.matmul_reduce_scatter, (a, c, None, None, handle, "fused", count, residual)),
+        (ops.all_gather, (x, handle, count)),
+        (ops.reduce_scatter, (whole, handle, count)),
+        (ops.all_gather_matmul_activation, (x, b, bias, None, plain, True, "fused", "swiglu", True)),
+        (ops.all_gather_matmul_activation, (x, b, None, None, handle, False, "fused", "gelu", True, count)),
+        (ops.matmul_reduce_scatter, (a, c, None, None, plain, "fused", None, residual)),
+        (ops.row_weight_gradient, (a.detach(), whole.detach(), count)),
+        (ops.row_bias_gradient, (whole.detach(), count)),
+    ]
+    for op, args in cases:
+        outcome = torch.library.opcheck(op.default, args)
+        assert set(outcome.values()) == {"SUCCESS"}, f"{op}: {outcome}"
+
+
+def reduce_overhead(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
+    """CUDA graphs of what lies between the operations, which stay out of them: one for each count, right in any order
+    and when it is replayed."""
+    pair = Pair(group, sizes, dtype)
+    torch._dynamo.reset()
+    fast = torch.compile(pair.__call__, mode="reduce-overhead")
+    for seed, rows in enumerate((*sizes.rows, *sizes.rows)):
+        x, d_out = pair.inputs(rows, seed)
+        results = []
+        for function in (pair.__call__, fast):
+            torch.compiler.cudagraph_mark_step_begin()
+            out = function(x)
+            out.backward(d_out)
+            results.append([out.detach().clone(), *(grad.clone() for grad in pair.gradients(x))])
+        for number, (eager, graphed) in enumerate(zip(*results, strict=True)):
+            error = float((eager.double() - graphed.double()).norm() / eager.double().norm())
+            assert error < 1e-2, f"result {number} at {rows} rows: relative error {error:.1e}"
+
+
 def compiled(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
     """``fullgraph`` with dynamic shapes: one graph for every token count, bitwise what eager mode gives."""
     from torch._dynamo.testing import CompileCounterWithBackend

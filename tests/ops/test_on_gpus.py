@@ -43,3 +43,11 @@ def test_opcheck() -> None:
 
 def test_compiled_for_every_token_count() -> None:
     on_ranks(Ranks(2, "cuda"), compiler_bodies.compiled, FULL_GPU, torch.bfloat16)
+
+
+def test_opcheck_of_counts_and_epilogues() -> None:
+    on_ranks(Ranks(2, "cuda"), compiler_bodies.opcheck_of_counts_and_epilogues, FULL_GPU)
+
+
+def test_reduce_overhead() -> None:
+    on_ranks(Ranks(2, "cuda"), compiler_bodies.reduce_overhead, FULL_GPU, torch.bfloat16)

@@ -54,5 +54,9 @@ def test_opcheck(world_size: int) -> None:
     on_ranks(world_size, compiler_bodies.opcheck, SMALL_CPU)
 
 
+def test_opcheck_of_counts_and_epilogues() -> None:
+    on_ranks(2, compiler_bodies.opcheck_of_counts_and_epilogues, SMALL_CPU)
+
+
 def test_compiled_for_every_token_count() -> None:
     on_ranks(2, compiler_bodies.compiled, SMALL_CPU, torch.float32)

@@ -34,6 +34,7 @@ from ..kernels import all_gather as all_gather_kernel
 from ..kernels import by_method, gathered
 from ..kernels.methods import Method
 from .autocast import autocast_operands
+from .tags import COMMUNICATES
 from .validation import (
     check_activation,
     check_method,
@@ -53,7 +54,7 @@ _ALL_REDUCE = "matmul_all_reduce"
 _REPLICATED = "replicated_matmul"
 
 
-@torch.library.custom_op("triton_overlap::matmul_all_reduce", mutates_args=())
+@torch.library.custom_op("triton_overlap::matmul_all_reduce", mutates_args=(), tags=COMMUNICATES)
 def matmul_all_reduce_op(
     a: Tensor, b: Tensor, bias: Tensor | None, main_grad: Tensor | None, buffer: str, method: str
 ) -> Tensor:
