@@ -14,8 +14,6 @@ from tests.distributed import Ranks
 from tests.ops.cases import Draw, assert_equal
 from triton_overlap.kernels import all_gather, all_gather_matmul, matmul_reduce_scatter, reduce_scatter
 
-pytestmark = pytest.mark.gpu(2)
-
 HIDDEN, FEATURES, MAX_ROWS = 2048, 1024, 2048
 
 
@@ -72,6 +70,7 @@ def _beside_a_collective(seconds: float) -> tuple[int, int]:
     return calls, collectives
 
 
+@pytest.mark.gpu(2)
 @pytest.mark.timeout(200)
 @pytest.mark.long
 def test_a_minute_beside_nccl_on_another_stream() -> None:
@@ -113,5 +112,75 @@ def _compilations() -> None:
     group.close()
 
 
+@pytest.mark.gpu
 def test_one_compilation_serves_every_token_count() -> None:
     Ranks(2, "cuda").run(_compilations)
+
+
+def _microbatches(count: int) -> dict[str, float]:
+    """Forward and backward of a layer registered once at 16384 tokens, at random token counts: after the first few
+    nothing is compiled, registered or waited for, and memory does not grow."""
+    group = to.init_group(timeout_s=60)
+    world_size, hidden, capacity = group.world_size, 2048, 16384
+    layer = to.nn.TransformerLayer(
+        hidden,
+        4 * hidden,
+        16,
+        normalization="RMSNorm",
+        activation="swiglu",
+        bias=False,
+        group=group,
+        max_tokens=capacity,
+        sequence_parallel=True,
+        params_dtype=torch.bfloat16,
+    )
+    parameters = list(layer.parameters())
+    x = torch.randn(capacity // world_size, hidden, device=group.device, dtype=torch.bfloat16)
+    d_out = torch.randn_like(x)
+    angles = to.nn.RotaryPositionEmbedding(hidden // 16, device=group.device)(capacity)
+    rows_of = random.Random(7)  # the same on every rank
+
+    def microbatch(rows: int) -> None:
+        tokens = rows * world_size
+        own = x[:rows].detach().requires_grad_()
+        documents = torch.arange(3, device=group.device, dtype=torch.int32) * (tokens // 2)
+        documents[2] = tokens  # where it is odd
+        out = layer(own, rotary_pos_emb=angles, cu_seqlens_q=documents, max_seqlen_q=tokens - tokens // 2)
+        torch.autograd.grad(out, [own, *parameters], d_out[:rows])
+
+    for rows in (capacity // world_size, 1, 1000):
+        microbatch(rows)
+    group.check()
+    torch.cuda.reset_peak_memory_stats()
+    microbatch(capacity // world_size)
+    before = to.specializations(), to.symmetric_allocations(), torch.cuda.max_memory_allocated()
+    tokens = 0
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(count):
+            rows = rows_of.randint(1, capacity // world_size)
+            microbatch(rows)
+            tokens += rows * world_size
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    group.check()
+    after = to.specializations(), to.symmetric_allocations(), torch.cuda.max_memory_allocated()
+    group.close()
+    return {
+        "tokens": tokens,
+        "specializations": after[0] - before[0],
+        "symmetric allocations": after[1] - before[1],
+        "peak bytes before": before[2],
+        "peak bytes more": after[2] - before[2],
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+@pytest.mark.long
+def test_1000_microbatches_of_random_token_counts() -> None:
+    outcomes = Ranks(2, "cuda").run(_microbatches, 1000, timeout_s=350)
+    print("1000 microbatches:", outcomes)
+    for outcome in outcomes:
+        assert outcome["specializations"] == outcome["symmetric allocations"] == 0
+        assert outcome["peak bytes more"] <= 0

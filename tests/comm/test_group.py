@@ -279,3 +279,26 @@ def test_closed_groups_say_so() -> None:
 def test_bad_arguments(arguments: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         to.init_group(**arguments)  # type: ignore[arg-type]
+
+
+def _again_and_again() -> None:
+    """Groups of the same ranks, one after another and two at once: none sees what another left behind."""
+    mappings = []
+    for round_ in range(3):
+        (first, one), (second, two) = _start(), _start()
+        # Calls of two models take turns, and differ in number: epochs and flags are each buffer's own.
+        for rows in (64, 3, 17)[: round_ + 1]:
+            _gather_matmul(one, rows)
+            _reduce_scatter(two, rows)
+            _gather_matmul(two, rows)
+        assert (one.epoch, two.epoch) == (round_ + 1, 2 * round_ + 2)
+        first.close()
+        _gather_matmul(two, 5)  # one group's end is not the other's
+        second.close()
+        with open("/proc/self/maps") as maps:
+            mappings.append(sum("triton_overlap-" in line for line in maps))
+    assert mappings == [mappings[0]] * 3, f"mappings after each round: {mappings}"
+
+
+def test_groups_side_by_side_and_made_again() -> None:
+    run_ranks(2, _again_and_again)
