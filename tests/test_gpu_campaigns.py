@@ -144,7 +144,7 @@ def _microbatches(count: int) -> dict[str, float]:
         tokens = rows * world_size
         own = x[:rows].detach().requires_grad_()
         documents = torch.arange(3, device=group.device, dtype=torch.int32) * (tokens // 2)
-        documents[2] = tokens  # where it is odd
+        documents[2:].fill_(tokens)  # where it is odd; an assignment would wait for the device
         out = layer(own, rotary_pos_emb=angles, cu_seqlens_q=documents, max_seqlen_q=tokens - tokens // 2)
         torch.autograd.grad(out, [own, *parameters], d_out[:rows])
 
