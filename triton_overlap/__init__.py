@@ -27,6 +27,7 @@ from .errors import (
     GroupBrokenError,
     TritonOverlapError,
 )
+from .expert_buffer import EpHandle, ExpertBuffer
 from .kernels.launching import specializations
 from .kernels.methods import Method
 from .kernels.tables import Table
@@ -38,6 +39,8 @@ from .ops import (
     all_gather_beside_matmul,
     all_gather_matmul,
     cross_entropy,
+    ep_combine,
+    ep_dispatch,
     fork,
     gated_activation,
     gelu,
@@ -71,6 +74,8 @@ __all__ = [
     "CommTimeoutError",
     "Effort",
     "GemmMethods",
+    "EpHandle",
+    "ExpertBuffer",
     "Group",
     "GroupBrokenError",
     "Method",
@@ -87,6 +92,8 @@ __all__ = [
     "all_gather_matmul",
     "cross_entropy",
     "destroy_ub",
+    "ep_combine",
+    "ep_dispatch",
     "errors",
     "explain",
     "fork",

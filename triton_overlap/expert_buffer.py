@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,9 +31,10 @@ from .kernels.ep_geometry import Knobs, check_scale_out, plan
 from .kernels.ep_layout import EpLayout
 from .kernels.ep_parts import cut_words
 
-__all__ = ["EpHandle", "ExpertBuffer"]
+__all__ = ["EpHandle", "ExpertBuffer", "expert_buffer_by_handle"]
 
 _handles = itertools.count()
+_by_handle: weakref.WeakValueDictionary[str, ExpertBuffer] = weakref.WeakValueDictionary()
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP8 = torch.float8_e4m3fn
 #: Columns of a row that share a scale factor.
@@ -59,6 +61,7 @@ class EpHandle:
         num_recv_per_expert: rows for each local expert; None likewise.
         expand: rows are grouped by expert.
         expert_alignment: what each group is padded to.
+        num_rows: rows of what was received, where they are known without ``num_recv_per_expert``.
     """
 
     buffer: ExpertBuffer
@@ -68,6 +71,7 @@ class EpHandle:
     num_recv_per_expert: list[int] | None
     expand: bool
     expert_alignment: int
+    num_rows: int | None = None
 
     def view(self, name: str) -> torch.Tensor:
         """One tensor of the routing, on the device; names and shapes are in ``ep_layout.EpLayout.routing``."""
@@ -84,6 +88,14 @@ class EpHandle:
             return None
         padded = (_round_up(count, self.expert_alignment) for count in self.num_recv_per_expert)
         return list(itertools.accumulate(padded, initial=0))
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of what was received: R, or those of all groups; None where the host does not know."""
+        if self.num_rows is not None:
+            return self.num_rows
+        starts = self.expert_starts
+        return self.num_recv_tokens if not self.expand else None if starts is None else starts[-1]
 
 
 def _round_up(count: int, multiple: int) -> int:
@@ -181,10 +193,9 @@ class ExpertBuffer:
         check_requirements(self.kernel, _NEEDS[self.kernel], self.network)
         self.capacity_shape = (num_max_tokens_per_rank, hidden)
         self.handle = f"expert_buffer_{next(_handles)}"
+        _by_handle[self.handle] = self
         self.closed = False
-        self.epoch = 0
-        self._last_call: Any = None
-        self._allocate()
+        self._allocate(epoch=0)
         group.adopt(self)
 
     @staticmethod
@@ -219,7 +230,7 @@ class ExpertBuffer:
             knobs=Knobs.choose(),
         ).num_bytes
 
-    def _allocate(self) -> None:
+    def _allocate(self, epoch: int) -> None:
         group, layout = self.group, self.layout
         self.memory = group.symmetric_empty(layout.num_bytes)
         channels = layout.geometry.num_channels
@@ -231,8 +242,9 @@ class ExpertBuffer:
         state = bases + 8 * layout.num_signals
         constants = state + 4 * STATE_WORDS
         tail = self._local[8 * layout.num_signals :].view(torch.int32)
-        tail[StateWord.EPOCH] = self.epoch + 1
+        tail[StateWord.EPOCH] = epoch + 1
         tail[STATE_WORDS:].copy_(small)
+        self._state = tail[:STATE_WORDS]
         words = [0] * int(TableWord.PEERS)
         words[TableWord.RANK] = group.rank
         words[TableWord.WORLD_SIZE] = group.world_size
@@ -258,12 +270,19 @@ class ExpertBuffer:
         """int64 [num_signals], what this rank's signals held when the last call ended."""
         return self._local[: 8 * self.layout.num_signals].view(torch.int64)
 
+    @property
+    def epoch(self) -> int:
+        """Of the last call, 0 before the first. Waits for the device, where a replayed graph advances it too."""
+        return int(self._state[StateWord.EPOCH]) - 1
+
     def renew(self, epoch: int) -> None:
         """Collective, for ``group.recover``: fresh memory, going on from ``epoch``."""
         self.group.backend.free(self.memory)
-        self.epoch = epoch
-        self._last_call = None
-        self._allocate()
+        self._allocate(epoch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertBuffer:
+        # A copied module uses the same buffer: it is memory that ranks share, not the module's state.
+        return self
 
     def close(self) -> None:
         """Release the memory, once no rank uses it any more (``Group.close`` sees to that). Idempotent."""
@@ -273,15 +292,23 @@ class ExpertBuffer:
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """What one collective call launches; it starts after the buffer's previous call, on whatever stream."""
-        self.group.before_call()
-        if self._last_call is not None:
-            self.group.backend.wait_event(self._last_call)
+        """What one collective call launches; it starts after the group's previous call, on whatever stream, and may be
+        captured, since epochs live on the device."""
+        self.group.before_call(capturable=True)
         yield
-        # The epoch itself lives on the device; this one is for recovery.
-        self.epoch += 1
-        self._last_call = self.group.backend.record_event()
+        self.group.record_call()
         self.group.after_call()
+
+    def _event(self, wanted: bool) -> Any:
+        return self.group.backend.record_event() if wanted else None
+
+    def most_rows(self, *, expand: bool, expert_alignment: int = 1) -> int:
+        """Rows that a dispatch can receive at most: what it returns without ``cpu_sync``."""
+        layout = self.layout
+        tokens = layout.world_size * layout.max_tokens
+        if not expand:
+            return tokens
+        return tokens * layout.topk + layout.experts_per_rank * (expert_alignment - 1)
 
     # ---- dispatch
 
@@ -333,6 +360,12 @@ class ExpertBuffer:
         if topk_idx is None:
             raise ValueError("dispatch needs topk_idx or a handle")
         self._check_rows(rows, scales, topk_idx, topk_weights, expert_alignment)
+        counts = cpu_sync and (handle is None or handle.num_recv_tokens is None)
+        if counts and self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "dispatch: cpu_sync=True reads the counts of a routing from the device, which a captured graph cannot; "
+                "give cpu_sync=False, or a handle whose counts are known"
+            )
         if previous_event is not None:
             self.group.backend.wait_event(previous_event)
         kind = Operation.EP_DISPATCH if handle is None else Operation.EP_CACHED_DISPATCH
@@ -348,7 +381,10 @@ class ExpertBuffer:
                 # Groups of another alignment need a map of their own.
                 same = (handle.expand, handle.expert_alignment) == (expand, expert_alignment)
                 routing = handle.routing if same else handle.routing.clone()
-                handle = replace(handle, routing=routing, expand=expand, expert_alignment=expert_alignment)
+                num_rows = handle.num_rows if same else None
+                handle = replace(
+                    handle, routing=routing, expand=expand, expert_alignment=expert_alignment, num_rows=num_rows
+                )
                 counted = False
             ep_dispatch.launch(
                 self,
@@ -360,12 +396,12 @@ class ExpertBuffer:
                 operation=operation_code(kind, rows.dtype),
                 counts=counted,
             )
-        if cpu_sync and handle.num_recv_tokens is None:
+        if counts:
             handle = self._with_counts(handle)
         received = self._unpack(handle, rows, scales, topk_weights is not None, zero_fill)
-        self._last_call = self.group.backend.record_event()
+        self.group.record_call()
         recv_x = received.x if received.scales is None else (received.x, received.scales)
-        return recv_x, received.topk_idx, received.topk_weights, handle, self._last_call if async_op else None
+        return recv_x, received.topk_idx, received.topk_weights, handle, self._event(async_op)
 
     def _with_counts(self, handle: EpHandle) -> EpHandle:
         counts = torch.cat([handle.view("prefix")[-1:], handle.view("expert_counts")]).tolist()
@@ -375,15 +411,12 @@ class ExpertBuffer:
     def _unpack(
         self, handle: EpHandle, rows: torch.Tensor, scales: torch.Tensor | None, weights: bool, zero_fill: bool
     ) -> ep_unpack.Received:
-        layout, device = self.layout, self.group.device
+        device = self.group.device
         received = handle.num_recv_tokens
-        most = layout.world_size * layout.max_tokens
-        num_rows = most if received is None else received
-        size = num_rows
-        if handle.expand:
-            starts = handle.expert_starts
-            size = most * layout.topk + layout.experts_per_rank * (handle.expert_alignment - 1)
-            size = starts[-1] if starts is not None else size
+        num_rows = self.most_rows(expand=False) if received is None else received
+        size = handle.rows
+        if size is None:
+            size = self.most_rows(expand=handle.expand, expert_alignment=handle.expert_alignment)
         new = torch.zeros if zero_fill and handle.expand else torch.empty
         scale_columns = 0 if scales is None else scales.shape[1]
         out = ep_unpack.Received(
@@ -434,11 +467,16 @@ class ExpertBuffer:
             self.group.backend.wait_event(previous_event)
         weights = None if topk_weights is None else topk_weights.contiguous()
         out = self._combined(y.contiguous(), handle, weights if handle.expand else None, biases, handle.expand)
-        out_weights = None
-        if weights is not None and not handle.expand:
-            # The weights are rows of K columns: the same kernel sums them.
-            out_weights = self._combined(weights, handle, None, (), False)
-        return out, out_weights, self._last_call if async_op else None
+        out_weights = self.combine_weights(weights, handle) if weights is not None and not handle.expand else None
+        return out, out_weights, self._event(async_op)
+
+    def combine_weights(self, topk_weights: torch.Tensor, handle: EpHandle) -> torch.Tensor:
+        """Sum ``topk_weights`` float32 [R, K], whether ``handle`` is expanded or not, over the ranks of each token:
+        [T, K]. Collective."""
+        self._check_handle(handle)
+        self._check_weights(topk_weights, handle)
+        # They are rows of K columns: the same kernel sums them.
+        return self._combined(topk_weights.contiguous(), handle, None, (), False)
 
     def _combined(
         self,
@@ -527,9 +565,7 @@ class ExpertBuffer:
     ) -> None:
         if y.dtype != self.dtype:
             raise ValueError(f"y must be {self.dtype}, got {y.dtype}")
-        expected = handle.num_recv_tokens
-        if handle.expand and handle.expert_starts is not None:
-            expected = handle.expert_starts[-1]
+        expected = handle.rows
         if y.dim() != 2 or y.shape[1] != self.hidden or (expected is not None and y.shape[0] != expected):
             rows = "rows" if expected is None else expected
             raise ValueError(f"y must be [{rows}, {self.hidden}] as it was received, got {list(y.shape)}")
@@ -538,7 +574,11 @@ class ExpertBuffer:
         for bias in biases:
             if tuple(bias.shape) != (tokens, self.hidden):
                 raise ValueError(f"bias must be [{tokens}, {self.hidden}], got {list(bias.shape)}")
-        if topk_weights is not None and (
+        if topk_weights is not None:
+            self._check_weights(topk_weights, handle)
+
+    def _check_weights(self, topk_weights: torch.Tensor, handle: EpHandle) -> None:
+        if (
             topk_weights.dtype != torch.float32
             or topk_weights.dim() != 2
             or topk_weights.shape[1] != self.num_topk
@@ -548,6 +588,14 @@ class ExpertBuffer:
                 f"topk_weights must be float32 [{handle.num_recv_tokens}, {self.num_topk}] as they were received, got "
                 f"{topk_weights.dtype} {list(topk_weights.shape)}"
             )
+
+
+def expert_buffer_by_handle(handle: str) -> ExpertBuffer:
+    """The live expert buffer with this handle (``ExpertBuffer.handle``)."""
+    try:
+        return _by_handle[handle]
+    except KeyError:
+        raise ClosedError(f"no open expert buffer has the handle {handle!r}") from None
 
 
 def _in_range(topk_idx: torch.Tensor, num_experts: int) -> bool:

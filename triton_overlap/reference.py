@@ -28,7 +28,10 @@ __all__ = [
     "all_gather_matmul",
     "column_sum",
     "cross_entropy",
+    "ep_combine",
+    "ep_dispatch",
     "gated_activation",
+    "grouped_matmul",
     "layer_norm",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
@@ -148,6 +151,77 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100, redu
     counted = labels != ignore_index
     losses = -logits[counted].log_softmax(dim=1).gather(1, labels[counted, None])
     return losses.sum() / (max(1, int(counted.sum())) if reduction == "mean" else 1)
+
+
+def ep_dispatch(
+    xs: Sequence[Tensor],
+    topk_idxs: Sequence[Tensor],
+    num_experts: int,
+    topk_weights: Sequence[Tensor] | None = None,
+    expand: bool = False,
+) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """What every rank receives: rows, local experts [R, K] with -1 elsewhere, and their weights with 0 elsewhere.
+
+    ``xs[r]`` [T_r, H], ``topk_idxs[r]`` [T_r, K], ``topk_weights[r]`` [T_r, K]. Rows are [R, H] in the order of source
+    rank and token, or with ``expand`` one for each of their local experts, grouped by expert, without padding.
+    """
+    x, idx = torch.cat(list(xs)), torch.cat(list(topk_idxs))
+    weights = None if topk_weights is None else torch.cat(list(topk_weights))
+    results = []
+    for rank in range(len(xs)):
+        local, rows = _received(idx, num_experts // len(xs), rank)
+        own = None if weights is None else torch.where(local[rows] >= 0, weights[rows], 0)
+        order = _grouped(local[rows])[:, 0] if expand else slice(None)
+        results.append((x[rows][order], local[rows], own))
+    return results
+
+
+def ep_combine(
+    ys: Sequence[Tensor],
+    topk_idxs: Sequence[Tensor],
+    num_experts: int,
+    topk_weights: Sequence[Tensor] | None = None,
+    biases: Sequence[Sequence[Tensor]] = (),
+    expand: bool = False,
+) -> list[Tensor]:
+    """The sum, at each token's rank, of what the ranks made of it.
+
+    ``ys[r]`` are rows as ``ep_dispatch`` gave them to rank r, ``topk_weights[r]`` [R, K] the weights that expanded rows
+    are multiplied by, ``biases[i][r]`` [T_r, H].
+    """
+    idx = torch.cat(list(topk_idxs))
+    total = ys[0].new_zeros(idx.shape[0], ys[0].shape[1])
+    for bias in biases:
+        total = total + torch.cat(list(bias))
+    for rank, y in enumerate(ys):
+        local, rows = _received(idx, num_experts // len(ys), rank)
+        if expand:
+            row, k = _grouped(local[rows]).unbind(1)
+            y = y if topk_weights is None else y * topk_weights[rank][row, k, None].to(y.dtype)
+            rows = rows[row]
+        total = total.index_add(0, rows, y)
+    return list(total.split([part.shape[0] for part in topk_idxs]))
+
+
+def _received(idx: Tensor, experts: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Local experts of all tokens at ``rank``, -1 elsewhere, and the tokens that have any."""
+    local = torch.where((idx >= rank * experts) & (idx < (rank + 1) * experts), idx - rank * experts, -1)
+    return local, (local >= 0).any(dim=1).nonzero().flatten()
+
+
+def _grouped(local: Tensor) -> Tensor:
+    """[G, 2]: received row and k of each expanded row."""
+    pairs = (local >= 0).nonzero()
+    return pairs[local[pairs[:, 0], pairs[:, 1]].argsort(stable=True)]
+
+
+def grouped_matmul(a: Tensor, b: Tensor, counts: Sequence[int], alignment: int = 1) -> Tensor:
+    """``a`` [R, K] in groups, ``b`` [E, K, N]: group e times ``b[e]``, zeros in every row that is of no group."""
+    out, start = a.new_zeros(a.shape[0], b.shape[2]), 0
+    for count, right in zip(counts, b, strict=True):
+        out = out.index_add(0, torch.arange(start, start + count, device=a.device), a[start : start + count] @ right)
+        start += -(-count // alignment) * alignment
+    return out
 
 
 def column_sum(x: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from .bulk import all_gather_beside_matmul, reduce_scatter_beside_matmul
 from .cross_entropy import cross_entropy
 from .gemm_methods import GemmMethods
 from .matmul import matmul
+from .ep_combine import ep_combine
+from .ep_dispatch import ep_dispatch
 from .matmul_all_reduce import matmul_all_reduce, replicated_matmul
 from .matmul_reduce_scatter import matmul_reduce_scatter
 from .normalization import layer_norm, rms_norm
@@ -25,6 +27,8 @@ __all__ = [
     "all_gather_beside_matmul",
     "all_gather_matmul",
     "cross_entropy",
+    "ep_combine",
+    "ep_dispatch",
     "fork",
     "gated_activation",
     "gelu",
