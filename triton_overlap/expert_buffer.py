@@ -61,7 +61,7 @@ class EpHandle:
         num_recv_per_expert: rows for each local expert; None likewise.
         expand: rows are grouped by expert.
         expert_alignment: what each group is padded to.
-        num_rows: rows of what was received, where they are known without ``num_recv_per_expert``.
+        known_rows: rows of what was received, where they are known without ``num_recv_per_expert``.
     """
 
     buffer: ExpertBuffer
@@ -71,7 +71,7 @@ class EpHandle:
     num_recv_per_expert: list[int] | None
     expand: bool
     expert_alignment: int
-    num_rows: int | None = None
+    known_rows: int | None = None
 
     def view(self, name: str) -> torch.Tensor:
         """One tensor of the routing, on the device; names and shapes are in ``ep_layout.EpLayout.routing``."""
@@ -90,10 +90,10 @@ class EpHandle:
         return list(itertools.accumulate(padded, initial=0))
 
     @property
-    def rows(self) -> int | None:
+    def num_rows(self) -> int | None:
         """Rows of what was received: R, or those of all groups; None where the host does not know."""
-        if self.num_rows is not None:
-            return self.num_rows
+        if self.known_rows is not None:
+            return self.known_rows
         starts = self.expert_starts
         return self.num_recv_tokens if not self.expand else None if starts is None else starts[-1]
 
@@ -381,9 +381,9 @@ class ExpertBuffer:
                 # Groups of another alignment need a map of their own.
                 same = (handle.expand, handle.expert_alignment) == (expand, expert_alignment)
                 routing = handle.routing if same else handle.routing.clone()
-                num_rows = handle.num_rows if same else None
+                known_rows = handle.known_rows if same else None
                 handle = replace(
-                    handle, routing=routing, expand=expand, expert_alignment=expert_alignment, num_rows=num_rows
+                    handle, routing=routing, expand=expand, expert_alignment=expert_alignment, known_rows=known_rows
                 )
                 counted = False
             ep_dispatch.launch(
@@ -414,7 +414,7 @@ class ExpertBuffer:
         device = self.group.device
         received = handle.num_recv_tokens
         num_rows = self.most_rows(expand=False) if received is None else received
-        size = handle.rows
+        size = handle.num_rows
         if size is None:
             size = self.most_rows(expand=handle.expand, expert_alignment=handle.expert_alignment)
         new = torch.zeros if zero_fill and handle.expand else torch.empty
@@ -565,7 +565,7 @@ class ExpertBuffer:
     ) -> None:
         if y.dtype != self.dtype:
             raise ValueError(f"y must be {self.dtype}, got {y.dtype}")
-        expected = handle.rows
+        expected = handle.num_rows
         if y.dim() != 2 or y.shape[1] != self.hidden or (expected is not None and y.shape[0] != expected):
             rows = "rows" if expected is None else expected
             raise ValueError(f"y must be [{rows}, {self.hidden}] as it was received, got {list(y.shape)}")

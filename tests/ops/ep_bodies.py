@@ -170,7 +170,7 @@ def cached(group: to.Group, dtype: torch.dtype) -> None:
             assert mine is not None
             assert theirs is not None
             assert_equal("cached dispatch", mine.detach(), theirs)
-        assert again[3].rows == fresh[3].rows == len(again[0])
+        assert again[3].num_rows == fresh[3].num_rows == len(again[0])
         again[0].sum().backward()  # every rank's, through the new handle
         assert_equal(
             "combine of the buffer",

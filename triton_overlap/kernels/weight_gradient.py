@@ -22,7 +22,8 @@ from .tiles import MAX_STORE_COLUMNS, dot, split_columns, tile_position
 
 
 @triton.jit
-def _store(out_ptr, stride_ok, stride_on, value, ks, ns, K, N, ACCUMULATE: tl.constexpr):
+def store_gradient(out_ptr, stride_ok, stride_on, value, ks, ns, K, N, ACCUMULATE: tl.constexpr):
+    """Store rows ``ks`` and columns ``ns`` of a [K, N] gradient of any strides, or add to what is there."""
     mask = (ks < K)[:, None] & (ns < N)[None, :]
     pointers = out_ptr + ks.to(tl.int64)[:, None] * stride_ok + ns.to(tl.int64)[None, :] * stride_on
     if ACCUMULATE:
@@ -31,7 +32,7 @@ def _store(out_ptr, stride_ok, stride_on, value, ks, ns, K, N, ACCUMULATE: tl.co
 
 
 @triton.jit
-def _load_rows(ptr, stride, ts, T, columns, num_columns):
+def load_rows(ptr, stride, ts, T, columns, num_columns):
     """Rows ``ts`` of a row-major [T, num_columns], zeros where they or the columns end."""
     pointers = ptr + ts.to(tl.int64)[:, None] * stride + columns[None, :]
     return tl.load(pointers, mask=(ts < T)[:, None] & (columns < num_columns)[None, :], other=0.0)
@@ -61,23 +62,23 @@ def weight_gradient_kernel(
             g = g_desc.load([step * BLOCK_K, tile_n * BLOCK_N])
         else:
             ts = step * BLOCK_K + tl.arange(0, BLOCK_K)
-            a = _load_rows(a_ptr, stride_a, ts, T, ks, K)
-            g = _load_rows(g_ptr, stride_g, ts, T, ns, N)
+            a = load_rows(a_ptr, stride_a, ts, T, ks, K)
+            g = load_rows(g_ptr, stride_g, ts, T, ns, N)
         acc = dot(a.T, g, acc, PRECISION)
     if tokens_ptr is not None:
         if steps * BLOCK_K < T:
             ts = steps * BLOCK_K + tl.arange(0, BLOCK_K)
-            a = _load_rows(a_ptr, stride_a, ts, T, ks, K)
-            g = _load_rows(g_ptr, stride_g, ts, T, ns, N)
+            a = load_rows(a_ptr, stride_a, ts, T, ks, K)
+            g = load_rows(g_ptr, stride_g, ts, T, ns, N)
             acc = dot(a.T, g, acc, PRECISION)
     if BLOCK_N > MAX_STORE_COLUMNS:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = split_columns(acc, BLOCK_M, BLOCK_N)
         ns = tile_n * BLOCK_N + tl.arange(0, HALF)
-        _store(out_ptr, stride_ok, stride_on, left, ks, ns, K, N, ACCUMULATE)
-        _store(out_ptr, stride_ok, stride_on, right, ks, ns + HALF, K, N, ACCUMULATE)
+        store_gradient(out_ptr, stride_ok, stride_on, left, ks, ns, K, N, ACCUMULATE)
+        store_gradient(out_ptr, stride_ok, stride_on, right, ks, ns + HALF, K, N, ACCUMULATE)
     else:
-        _store(out_ptr, stride_ok, stride_on, acc, ks, ns, K, N, ACCUMULATE)
+        store_gradient(out_ptr, stride_ok, stride_on, acc, ks, ns, K, N, ACCUMULATE)
 
 
 def launch(

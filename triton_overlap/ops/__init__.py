@@ -13,6 +13,7 @@ from .gemm_methods import GemmMethods
 from .matmul import matmul
 from .ep_combine import ep_combine
 from .ep_dispatch import ep_dispatch
+from .grouped_matmul import grouped_matmul
 from .matmul_all_reduce import matmul_all_reduce, replicated_matmul
 from .matmul_reduce_scatter import matmul_reduce_scatter
 from .normalization import layer_norm, rms_norm
@@ -32,6 +33,7 @@ __all__ = [
     "fork",
     "gated_activation",
     "gelu",
+    "grouped_matmul",
     "layer_norm",
     "matmul",
     "matmul_all_reduce",

@@ -232,8 +232,8 @@ def _check_rows(y: Tensor, topk_weights: Tensor | None, handle: EpHandle) -> Non
     comparison of sizes would be a guard."""
     if torch.compiler.is_compiling():
         return
-    if handle.rows is not None and y.dim() > 0 and y.shape[0] != handle.rows:
-        raise ValueError(f"{_NAME}: y must have the {handle.rows} rows that were received, got {list(y.shape)}")
+    if handle.num_rows is not None and y.dim() > 0 and y.shape[0] != handle.num_rows:
+        raise ValueError(f"{_NAME}: y must have the {handle.num_rows} rows that were received, got {list(y.shape)}")
     received = handle.num_recv_tokens
     if topk_weights is not None and received is not None and topk_weights.shape[0] != received:
         raise ValueError(

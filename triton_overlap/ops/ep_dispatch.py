@@ -329,7 +329,7 @@ def _again(
         raise ValueError(f"{_NAME}: the handle is of {handle.buffer.handle}, the buffer is {buffer.handle}")
     new_layout = (expand, expert_alignment) != (handle.expand, handle.expert_alignment)
     wanted = replace(
-        handle, expand=expand, expert_alignment=expert_alignment, num_rows=None if new_layout else handle.num_rows
+        handle, expand=expand, expert_alignment=expert_alignment, known_rows=None if new_layout else handle.known_rows
     )
     recv_x, idx, weights, routing = torch.ops.triton_overlap.ep_cached_dispatch(
         x,
@@ -343,13 +343,13 @@ def _again(
         zero_fill,
         new_layout,
     )
-    made = replace(wanted, routing=routing if new_layout else handle.routing, num_rows=recv_x.shape[0])
+    made = replace(wanted, routing=routing if new_layout else handle.routing, known_rows=recv_x.shape[0])
     return recv_x, idx, None if topk_weights is None else weights, made
 
 
 def rows_of(handle: EpHandle) -> tuple[int, int]:
     """R and the rows of what was received, or the largest there can be where the host does not know."""
-    received, rows = handle.num_recv_tokens, handle.rows
+    received, rows = handle.num_recv_tokens, handle.num_rows
     most = handle.buffer.most_rows(expand=handle.expand, expert_alignment=handle.expert_alignment)
     return (
         handle.buffer.most_rows(expand=False) if received is None else received,
