@@ -28,7 +28,7 @@ def run_examples(group: to.Group) -> None:
 
 
 def test_the_examples_run() -> None:
-    assert PAGE.count("```python") == 2
+    assert PAGE.count("```python") == 3
     on_ranks(2, run_examples)
 
 

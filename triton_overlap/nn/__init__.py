@@ -15,6 +15,7 @@ from .gradients import all_reduce_replicated_gradients, mark_sequence_parallel
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import ColumnParallelLinear, Linear, RowParallelLinear
+from .moe import MoE, RouterSettings
 from .multihead_attention import MultiheadAttention
 from .rotary import RotaryPositionEmbedding
 from .transformer_layer import TransformerLayer
@@ -24,8 +25,10 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MoE",
     "MultiheadAttention",
     "RotaryPositionEmbedding",
+    "RouterSettings",
     "RowParallelLinear",
     "TransformerLayer",
     "all_reduce_replicated_gradients",

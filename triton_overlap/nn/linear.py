@@ -36,6 +36,7 @@ from ..comm.group import Group
 from ..comm.user_buffers import Communicator, UserBuffer
 from ..errors import ActiveShapeError
 from ..ops import all_gather_matmul, matmul, matmul_all_reduce, matmul_reduce_scatter, replicated_matmul
+from .initialization import common_generator
 from .overlap import LIBRARY_CHOICE, PARALLEL_MODES, Overlap, gemm_methods
 from .sharding import take_shard
 
@@ -135,13 +136,9 @@ class _ParallelLinear(nn.Module):
         """
         self._mark_parameters()
         device = self.weight.device
-        own_state = _generator_state(device)
-        common_state = self.group.all_gather_object(own_state if self.group.rank == 0 else None)[0]
-        generator = torch.Generator(device=device)
-        generator.set_state(common_state)
         bound = 1 / math.sqrt(self.in_features)
         full = torch.empty((self.out_features, self.in_features), device=device, dtype=self.weight.dtype)
-        with torch.no_grad():
+        with torch.no_grad(), common_generator(self.group, device) as generator:
             # kaiming_uniform_ with a = sqrt(5), as in nn.Linear, is uniform in +-1/sqrt(in_features).
             nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
             self.weight.copy_(self._shard(full))
@@ -149,8 +146,6 @@ class _ParallelLinear(nn.Module):
                 full_bias = torch.empty((self.out_features,), device=device, dtype=self.bias.dtype)
                 nn.init.uniform_(full_bias, -bound, bound, generator=generator)
                 self.bias.copy_(self._bias_shard(full_bias))
-        if torch.equal(own_state, common_state):
-            _set_generator_state(device, generator.get_state())
 
     def extra_repr(self) -> str:
         return (
@@ -554,14 +549,3 @@ class Linear(_ParallelLinear):
 def _unflatten(out: Tensor, x: Tensor, first: int) -> Tensor:
     """``out`` [rows, features] as [first, the other leading dimensions of ``x`` .., features]."""
     return out if x.dim() == 2 else out.reshape(first, *x.shape[1:-1], out.shape[-1])
-
-
-def _generator_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_generator_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)

@@ -58,7 +58,8 @@ def activation_op(x: Tensor, name: str, gated: bool, active_tokens: Tensor | Non
     """``torch.ops.triton_overlap.activation``: both functions of this file; the gated names with ``gated``."""
     operation = _operation(gated)
     function = _function(name, gated)
-    check_matrix(operation, "gate_up" if gated else "x", x)
+    # The rows that a rank's experts received, for instance, may be none.
+    check_matrix(operation, "gate_up" if gated else "x", x, may_be_empty=True)
     if gated and x.shape[1] % 2:
         raise ValueError(f"{operation}: gate_up must have an even number of columns, got {list(x.shape)}")
     check_active_tokens(operation, x, active_tokens, shards)

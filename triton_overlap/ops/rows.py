@@ -32,14 +32,17 @@ def check_active_tokens(operation: str, x: Tensor, active_tokens: Tensor | None,
         )
 
 
-def check_matrix(operation: str, name: str, x: Tensor, dimensions: Sequence[str] = ("rows", "columns")) -> None:
-    """ValueError unless ``x`` has the named dimensions, none of them empty, and a dtype that kernels take."""
+def check_matrix(
+    operation: str, name: str, x: Tensor, dimensions: Sequence[str] = ("rows", "columns"), *, may_be_empty: bool = False
+) -> None:
+    """ValueError unless ``x`` has the named dimensions and a dtype that kernels take. None of the dimensions is empty,
+    but for the first where it ``may_be_empty``."""
     if x.dim() != len(dimensions):
         raise ValueError(
             f"{operation}: {name} must be [{', '.join(dimensions)}], got {list(x.shape)}; flatten or unflatten it"
         )
     check_dense(operation, name, x)
-    if x.numel() == 0:
+    if 0 in x.shape[1 if may_be_empty else 0 :]:
         raise ValueError(f"{operation}: {name} must not be empty, got {list(x.shape)}")
     if x.dtype not in _DTYPES:
         raise ValueError(f"{operation}: {name} must be one of {', '.join(map(str, _DTYPES))}, got {x.dtype}; cast it")

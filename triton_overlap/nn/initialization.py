@@ -1,0 +1,39 @@
+"""Initial values that a group's ranks draw together, so that the model is the one that a single process would build."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..comm.group import Group
+
+__all__ = ["common_generator"]
+
+
+@contextmanager
+def common_generator(group: Group, device: torch.device) -> Iterator[torch.Generator]:
+    """A generator that stands, on every rank, where rank 0's default generator of ``device`` does. Collective.
+
+    Afterwards a rank whose own generator stood there too moves on as rank 0's does; other generators are left alone.
+    """
+    own_state = _generator_state(device)
+    common_state = group.all_gather_object(own_state if group.rank == 0 else None)[0]
+    generator = torch.Generator(device=device)
+    generator.set_state(common_state)
+    yield generator
+    if torch.equal(own_state, common_state):
+        _set_generator_state(device, generator.get_state())
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_generator_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
