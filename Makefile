@@ -37,7 +37,7 @@ CPU_ONLY := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 PYTEST_SPREAD = $(if $(strip $(PYTEST_WORKERS)),-n $(PYTEST_WORKERS) --dist worksteal)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-gpu lint format bench bench-smoke clean
+.PHONY: help install demo demo-moe test test-all test-gpu lint format bench bench-smoke clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -53,6 +53,9 @@ $(VENV)/.installed: pyproject.toml
 
 demo: $(INSTALLED) ## train a small packed language model on RANKS ranks (2) and compare it with one plain process
 	@$(RUN) examples/train_packed_lm.py --ranks $(RANKS) $(DEMO_ARGS)
+
+demo-moe: $(INSTALLED) ## train a small mixture-of-experts model, its experts on RANKS ranks (2), and compare likewise
+	@$(RUN) examples/train_moe_lm.py --ranks $(RANKS) $(DEMO_ARGS)
 
 test: lint ## lint, type check and the CPU test suite
 	$(CPU_ONLY) $(RUN) -m pytest -m 'not gpu and not long' $(PYTEST_SPREAD) $(PYTEST_ARGS)

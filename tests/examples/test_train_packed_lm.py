@@ -5,53 +5,23 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from examples import train_packed_lm as example
+import text_training
+import train_packed_lm as example
+from tests.examples.running import check_report, run_example
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = ["--steps", "4", "--blocks", "1", "--hidden", "32", "--heads", "4", "--max-tokens", "128"]
 
 
-def run_example(arguments: list[str], out: Path, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),  # also where the library is not installed
-        "TRITON_INTERPRET": "1",
-    }
-    return subprocess.run(
-        [sys.executable, "examples/train_packed_lm.py", *arguments, "--out", str(out)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-
-
-def check_report(output: str, ranks: int) -> None:
-    assert f"{ranks} ranks on cpu, float32, 4 steps" in output
-    assert re.search(r"kernel specialisations after step 1 +0\n", output)
-    assert re.search(r"symmetric allocations after step 1 +0\n", output)
-    counts = re.search(r"different token counts +(\d+)", output)
-    assert counts is not None
-    assert int(counts[1]) > 1
-    losses = re.search(r"first and last +([\d.]+) +([\d.]+)", output)
-    assert losses is not None
-    assert float(losses[2]) < float(losses[1])
+SCRIPT = "train_packed_lm.py"
 
 
 def test_it_keeps_its_promises_on_two_ranks(tmp_path: Path) -> None:
-    found = run_example([*SMALL, "--ranks", "2"], tmp_path)
+    found = run_example(SCRIPT, [*SMALL, "--ranks", "2"], tmp_path)
     assert found.returncode == 0, found.stdout + found.stderr
     check_report(found.stdout, ranks=2)
     assert (tmp_path / "train_packed_lm.png").read_bytes().startswith(b"\x89PNG")
@@ -59,20 +29,20 @@ def test_it_keeps_its_promises_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_it_keeps_its_promises_on_four_ranks(tmp_path: Path) -> None:
-    found = run_example([*SMALL, "--ranks", "4"], tmp_path)
+    found = run_example(SCRIPT, [*SMALL, "--ranks", "4"], tmp_path)
     assert found.returncode == 0, found.stdout + found.stderr
     check_report(found.stdout, ranks=4)
 
 
 def test_it_refuses_heads_that_the_ranks_do_not_divide(tmp_path: Path) -> None:
-    found = run_example([*SMALL, "--ranks", "3"], tmp_path)
+    found = run_example(SCRIPT, [*SMALL, "--ranks", "3"], tmp_path)
     assert found.returncode == 2
     assert "--heads must be a multiple of the 3 ranks, got 4" in found.stderr
 
 
 def test_batches_are_packed_documents_with_labels_of_their_own() -> None:
-    documents = example.read_documents(max_length=64)
-    found = list(example.batches(documents, steps=20, max_tokens=128, multiple=8, seed=1))
+    documents = text_training.read_documents(max_length=64)
+    found = list(text_training.batches(documents, steps=20, max_tokens=128, multiple=8, seed=1))
     counts = [len(batch.tokens) for batch in found]
     assert all(count % 8 == 0 and 0 < count <= 128 for count in counts)
     assert len(set(counts)) > 3
@@ -82,21 +52,21 @@ def test_batches_are_packed_documents_with_labels_of_their_own() -> None:
         ends = batch.cu_seqlens.tolist()
         for begin, end in itertools.pairwise(ends):
             tokens, labels = batch.tokens[begin:end], batch.labels[begin:end]
-            if bool((labels == example.IGNORED).all()):  # the pad tokens
+            if bool((labels == text_training.IGNORED).all()):  # the pad tokens
                 assert end == ends[-1]
                 assert end - begin < 8
                 continue
             assert bytes(tokens.tolist()) in known
             assert torch.equal(labels[:-1], tokens[1:])
-            assert labels[-1] == example.IGNORED
+            assert labels[-1] == text_training.IGNORED
             assert torch.equal(batch.positions[begin:end], torch.arange(end - begin))
 
 
 def test_attention_is_causal_within_each_document() -> None:
     torch.manual_seed(0)
-    batch = example.pack([torch.arange(5), torch.arange(3)])
+    batch = text_training.pack([torch.arange(5), torch.arange(3)])
     query, key, value = torch.randn(3, 8, 2, 4)
-    found = example.attention(query, key, value, batch)
+    found = text_training.attention(query, key, value, batch)
     for begin, end in ((0, 5), (5, 8)):
         for row in range(begin, end):
             weights = torch.einsum("hd,shd->hs", query[row], key[begin : row + 1]).div(2.0).softmax(-1)
@@ -117,7 +87,7 @@ def test_attention_is_causal_within_each_document() -> None:
 def test_broken_promises_are_reported(
     tmp_path: Path, last_loss: float, specializations: int, allocations: int, expected: list[str]
 ) -> None:
-    parallel = example.Run([3.0, last_loss], [8, 16], specializations, allocations)
+    parallel = text_training.Run([3.0, last_loss], [8, 16], specializations, allocations)
     args = argparse.Namespace(dtype="float32", out=tmp_path)
-    plain = example.Run([3.0, 2.0], [8, 16])
-    assert example.report(parallel, plain, args, 2, torch.device("cpu")) == expected
+    plain = text_training.Run([3.0, 2.0], [8, 16])
+    assert text_training.report(example.EXAMPLE, parallel, plain, args, 2, torch.device("cpu")) == expected
