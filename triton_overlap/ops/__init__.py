@@ -9,11 +9,11 @@ from .all_gather import all_gather
 from .all_gather_matmul import all_gather_matmul
 from .bulk import all_gather_beside_matmul, reduce_scatter_beside_matmul
 from .cross_entropy import cross_entropy
-from .gemm_methods import GemmMethods
-from .matmul import matmul
 from .ep_combine import ep_combine
 from .ep_dispatch import ep_dispatch
+from .gemm_methods import GemmMethods
 from .grouped_matmul import grouped_matmul
+from .matmul import matmul
 from .matmul_all_reduce import matmul_all_reduce, replicated_matmul
 from .matmul_reduce_scatter import matmul_reduce_scatter
 from .normalization import layer_norm, rms_norm

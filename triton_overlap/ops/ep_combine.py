@@ -26,6 +26,7 @@ from torch import Tensor
 from ..expert_buffer import EpHandle, expert_buffer_by_handle
 from ..kernels import ep_weights
 from .ep_dispatch import check_handle, handle_of_tensors
+from .tags import COMMUNICATES
 from .validation import check_optional_tensors, check_tensors, refuse_double_backward
 
 __all__ = ["ep_combine", "ep_combine_op", "ep_combine_weights_op", "ep_weights_gradient_op"]
@@ -33,7 +34,7 @@ __all__ = ["ep_combine", "ep_combine_op", "ep_combine_weights_op", "ep_weights_g
 _NAME = "ep_combine"
 
 
-@torch.library.custom_op("triton_overlap::ep_combine", mutates_args=())
+@torch.library.custom_op("triton_overlap::ep_combine", mutates_args=(), tags=COMMUNICATES)
 def ep_combine_op(
     y: Tensor,
     topk_weights: Tensor | None,
@@ -84,7 +85,7 @@ def _fake(
     return y.new_empty((topk_idx.shape[0], y.shape[1]))
 
 
-@torch.library.custom_op("triton_overlap::ep_combine_weights", mutates_args=())
+@torch.library.custom_op("triton_overlap::ep_combine_weights", mutates_args=(), tags=COMMUNICATES)
 def ep_combine_weights_op(topk_weights: Tensor, topk_idx: Tensor, routing: Tensor, buffer: str) -> Tensor:
     """``torch.ops.triton_overlap.ep_combine_weights``: float32 [R, K] -> [T, K], summed over the ranks of a token."""
     handle = handle_of_tensors(buffer, topk_idx, routing, False, 1, None)
