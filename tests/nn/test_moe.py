@@ -21,7 +21,7 @@ RAGGED = ((5, 3), (0, 8), (1, 0), (0,))
 CASES = {
     "softmax": (FP32, Case(tokens=RAGGED)),
     "sigmoid": (FP32, Case(router=SIGMOID, shared=16, activation="gelu", tokens=RAGGED[:2])),
-    "balanced": (FP32, Case(router=BALANCED, top_k=3, cpu_sync=False, tokens=RAGGED[:3])),
+    "balanced": (FP32, Case(router=BALANCED, experts_per_rank=3, top_k=3, cpu_sync=False, tokens=RAGGED[:3])),
     "one expert": (FP32, Case(top_k=1, one_expert=True)),
     "bfloat16": (BF16, Case(shared=16)),
     "float16": (FP16, Case(activation="geglu")),

@@ -292,7 +292,7 @@ def compiled(group: to.Group, cpu_sync: bool) -> None:
 
 
 def graph(group: to.Group) -> None:
-    """One CUDA graph of a forward and a backward, replayed with other tokens and routings; missing tokens are masked."""
+    """One CUDA graph of a forward and a backward, replayed with other tokens and routings."""
     buffer, rank = make_buffer(group, torch.bfloat16), group.rank
     x = torch.zeros(MAX_TOKENS, HIDDEN, dtype=buffer.dtype, device=group.device, requires_grad=True)
     grad = torch.zeros_like(x)
