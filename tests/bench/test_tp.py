@@ -53,7 +53,7 @@ def test_smoke_run_keeps_checked_data(tmp_path: Path) -> None:
     assert "auto over the best single method: at most" in found.stdout
     (path,) = tmp_path.glob("tp_*.json")
     kept = Results.load(path)
-    assert [row.tokens for row in kept.rows] == [8, 48] * 2
+    assert [row.tokens for row in kept.rows] == [48] * 2
     assert kept.method["backend"] == "shm"
     for row in kept.rows:
         methods = default_candidates(row.operation, torch.bfloat16)
@@ -73,6 +73,7 @@ def test_a_machine_with_too_few_gpus_is_told_so() -> None:
     assert "2 ranks need as many GPUs, found 0" in found.stdout
 
 
+@pytest.mark.long
 def test_smoke_run_of_tune_makes_a_table_that_the_benchmark_takes(tmp_path: Path) -> None:
     found = run_bench("tune", "--smoke", "--dtype", "float32", "--out", str(tmp_path))
     assert found.returncode == 0, found.stdout + found.stderr

@@ -297,7 +297,8 @@ def _again_and_again() -> None:
         second.close()
         with open("/proc/self/maps") as maps:
             mappings.append(sum("triton_overlap-" in line for line in maps))
-    assert mappings == [mappings[0]] * 3, f"mappings after each round: {mappings}"
+    # What an earlier test left to the garbage collector may be gone after the first round.
+    assert mappings[2] <= mappings[1] <= mappings[0], f"mappings after each round: {mappings}"
 
 
 def test_groups_side_by_side_and_made_again() -> None:

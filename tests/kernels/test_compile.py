@@ -64,8 +64,8 @@ def drive(dtype_name: str, sizes: str, device_count: bool) -> None:
     [
         ("bfloat16", "descriptors", "host"),
         ("bfloat16", "descriptors", "device"),
-        ("float32", "descriptors", "host"),
-        ("bfloat16", "pointers", "host"),
+        pytest.param("float32", "descriptors", "host", marks=pytest.mark.long),
+        pytest.param("bfloat16", "pointers", "host", marks=pytest.mark.long),
         pytest.param("float16", "descriptors", "host", marks=pytest.mark.long),
         pytest.param("float16", "pointers", "host", marks=pytest.mark.long),
         pytest.param("float32", "pointers", "host", marks=pytest.mark.long),

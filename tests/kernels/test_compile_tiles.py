@@ -32,7 +32,8 @@ def drive(dtype_name: str) -> None:
             by_method.matmul_reduce_scatter(buffer, a, weight.t().contiguous().t(), method=method)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_tiles_fit_and_are_compiled_once(dtype: str) -> None:
     configurations = len(fused_methods(getattr(torch, dtype)))
     assert configurations > 1

@@ -27,9 +27,13 @@ CASES = {
     "float16": (FP16, Case(activation="geglu")),
 }
 GPU = Case(hidden=256, ffn=192, experts_per_rank=4, top_k=3, max_tokens=160, tokens=((100, 37), (0, 160), (1, 0)))
+#: Cases of every run; the others are like one of them in all but one setting.
+FIRST = ("balanced", "one expert", "bfloat16")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+)
 def test_values(name: str) -> None:
     dtype, case = CASES[name]
     on_ranks(2, moe_bodies.values, case, dtype)
@@ -43,7 +47,7 @@ def test_values_at_other_group_sizes(name: str, ranks: int) -> None:
     on_ranks(ranks, moe_bodies.values, case, dtype)
 
 
-@pytest.mark.parametrize("cpu_sync", (True, False))
+@pytest.mark.parametrize("cpu_sync", (True, pytest.param(False, marks=pytest.mark.long)))
 def test_no_specialisation_after_the_first_call(cpu_sync: bool) -> None:
     case = Case(router=BALANCED, shared=16, cpu_sync=cpu_sync, tokens=(*RAGGED, (7, 2)))
     on_ranks(2, moe_bodies.steady, case, BF16)

@@ -18,7 +18,7 @@ def test_values(dtype: torch.dtype) -> None:
     on_ranks(2, count_bodies.values, CPU, dtype)
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("world_size", (2, pytest.param(3, marks=pytest.mark.long)))
 def test_values_in_simulator(world_size: int) -> None:
     in_simulator(world_size, world_size, count_bodies.values, TINY, torch.float32)
 

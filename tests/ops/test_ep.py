@@ -42,7 +42,7 @@ def test_opcheck() -> None:
     on_ranks(2, ep_bodies.opcheck)
 
 
-@pytest.mark.parametrize("cpu_sync", (True, False))
+@pytest.mark.parametrize("cpu_sync", (True, pytest.param(False, marks=pytest.mark.long)))
 def test_compiled_for_every_count(cpu_sync: bool) -> None:
     on_ranks(2, ep_bodies.compiled, cpu_sync)
 

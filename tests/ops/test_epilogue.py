@@ -30,7 +30,7 @@ def test_other_methods(body: Body) -> None:
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_in_simulator(body: Body) -> None:
-    in_simulator(3, 1, body, TINY, torch.float32)
+    in_simulator(2, 1, body, TINY, torch.float32)
 
 
 def test_errors() -> None:

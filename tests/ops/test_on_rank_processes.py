@@ -49,7 +49,7 @@ def test_errors(world_size: int) -> None:
     on_ranks(world_size, error_bodies.errors, SMALL_CPU)
 
 
-@pytest.mark.parametrize("world_size", (1, 2))
+@pytest.mark.parametrize("world_size", (pytest.param(1, marks=pytest.mark.long), 2))
 def test_opcheck(world_size: int) -> None:
     on_ranks(world_size, compiler_bodies.opcheck, SMALL_CPU)
 
