@@ -121,7 +121,7 @@ class Compiler:
         """Stand in for ``launch_kernel``, in modules of launchers that are imported already and in those to come."""
         for name, module in list(sys.modules.items()):
             if name.startswith("triton_overlap.kernels.") and hasattr(module, "launch_kernel"):
-                module.launch_kernel = self  # type: ignore[attr-defined]
+                module.launch_kernel = self  # type: ignore[attr-defined]  # what launch_kernel_on calls, too
 
     def report(self) -> Compiled:
         return Compiled(

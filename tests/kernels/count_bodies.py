@@ -221,7 +221,7 @@ def modes(group: Group) -> None:
     assert counted is not plain
     count = torch.full((), group.world_size, dtype=torch.int32, device=group.device)
     cases: list[tuple[UserBuffer, torch.Tensor | None, str]] = [
-        (counted, None, "give every call active_tokens"),
+        (counted, None, "for operations that take active_tokens"),
         (plain, count, "needs a buffer with device_count=True"),
         (counted, count.long(), "one torch.int32 element, got torch.int64"),
         (counted, count.expand(2), r"one torch.int32 element, got torch.int32 \[2\]"),

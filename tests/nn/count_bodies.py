@@ -119,13 +119,12 @@ def graph(group: to.Group, case: Case, dtype: torch.dtype, part: str, replays: i
         counted.check(results, tokens, seed)
 
 
-def whole_layer(group: to.Group) -> None:
+def whole_layer(group: to.Group, normalized: bool) -> None:
     """A layer that nobody shares, on this rank's tokens or on all: values and gradients of the active rows alone."""
     count = torch.full((), 3 * group.world_size, dtype=torch.int32, device=group.device)
     for sequence_parallel, rows in ((True, 3), (False, 3 * group.world_size)):
-        layer = to.nn.Linear(
-            8, 12, group=group, sequence_parallel=sequence_parallel, params_dtype=torch.float32, device=group.device
-        )
+        kind = to.nn.LayerNormLinear if normalized else to.nn.Linear
+        layer = kind(8, 12, group=group, sequence_parallel=sequence_parallel, params_dtype=torch.float32)
         x = torch.randn(rows + 2, 8, device=group.device)
         x[rows:] = float("nan")
         d_out = torch.randn(rows + 2, 12, device=group.device)
@@ -141,6 +140,23 @@ def whole_layer(group: to.Group) -> None:
             cut = result[: right.shape[0]]
             torch.testing.assert_close(cut, right)
             assert result[right.shape[0] :].isnan().all()
+
+
+def autocast(group: to.Group) -> None:
+    """Under autocast a counted layer gives what it gives without a count, in the same dtype."""
+    world_size, rows = group.world_size, 3
+    count = torch.full((), rows * world_size, dtype=torch.int32, device=group.device)
+    with torch.autocast(group.device.type, dtype=torch.bfloat16):
+        layer = to.nn.TransformerLayer(
+            32, 64, 4, group=group, max_tokens=8 * world_size, sequence_parallel=True, params_dtype=torch.float32
+        )
+        x = torch.randn(rows + 2, 32, device=group.device)
+        counted, plain = layer(x, active_tokens=count), layer(x[:rows])
+        alone = to.nn.Linear(8, 12, group=group, params_dtype=torch.float32)
+        heads = [alone(x[:, :8], active_tokens=count), alone(x[:, :8])]
+    assert counted.dtype == plain.dtype == torch.float32
+    assert float((counted[:rows] - plain).norm() / plain.norm()) < 2e-2
+    assert heads[0].dtype == heads[1].dtype == torch.bfloat16
 
 
 def refusals(group: to.Group) -> None:

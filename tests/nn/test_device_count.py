@@ -42,8 +42,13 @@ def test_in_simulator() -> None:
     in_simulator(2, 5, count_bodies.values, _with(TINY, **LLAMA), FP32, "layer")
 
 
-def test_whole_layer() -> None:
-    on_ranks(2, count_bodies.whole_layer)
+@pytest.mark.parametrize("normalized", (False, True), ids=("linear", "layernorm_linear"))
+def test_whole_layer(normalized: bool) -> None:
+    on_ranks(2, count_bodies.whole_layer, normalized)
+
+
+def test_autocast() -> None:
+    on_ranks(2, count_bodies.autocast)
 
 
 def test_refusals() -> None:

@@ -163,6 +163,11 @@ class Group:
         elif self._last_call is not None:
             self.backend.wait_event(self._last_call)
 
+    def refuse_capture(self, what: str) -> None:
+        """BackendError where the current stream is under capture: ``what`` is for before it."""
+        if self._capturing():
+            raise BackendError(f"{what} inside a CUDA graph capture; make the same call once before the capture")
+
     def _capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 

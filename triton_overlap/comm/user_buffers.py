@@ -114,6 +114,7 @@ class UserBuffer:
     def __init__(
         self, group: Group, max_tokens: int, hidden: int, dtype: torch.dtype, *, device_count: bool = False
     ) -> None:
+        group.refuse_capture("a user buffer cannot be registered")
         group.before_call()
         # Compared before anything is judged: ranks that differ must all hear of it, also where one of them is wrong.
         kind = ("device_count",) if device_count else ()
@@ -259,8 +260,8 @@ class UserBuffer:
         if active_tokens is None:
             if self.device_count:
                 raise ValueError(
-                    f"{self.handle} was registered with device_count=True: give every call active_tokens, an int32 "
-                    f"scalar on {self.group.device}, or register another buffer for calls without"
+                    f"{self.handle} was registered with device_count=True, for operations that take active_tokens, an "
+                    f"int32 scalar on {self.group.device}: give it, or register another buffer for calls without"
                 )
             return
         if not self.device_count:
@@ -405,6 +406,10 @@ class Communicator:
         if shape is not None:
             shape = check_active_shape(shape, self.capacity_shape, self.buffer.group.world_size)
         self._shape = shape
+
+    def set_active_shape(self, shape: Sequence[int] | None) -> None:
+        """``set_buffer_active_shape`` by a buffer's name of it."""
+        self.set_buffer_active_shape(shape)
 
     def validate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, forward: bool = True) -> None:
         """As ``UserBuffer.validate``, with this communicator's active shape."""

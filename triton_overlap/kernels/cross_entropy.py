@@ -11,7 +11,7 @@ Shapes, V classes::
 
 m and l are kept apart, since a sum of a large m and a small l would lose the digits of l.
 A row is walked in blocks of classes, with the sum rescaled when a larger maximum turns up. The sum over rows is one
-program's, in the rows' order, so it is bitwise reproducible. A label that is neither a class nor to be ignored makes
+program's, in a fixed order, so it is bitwise reproducible. A label that is neither a class nor to be ignored makes
 the loss and its row's gradient NaN: a kernel cannot raise. Lower bound: forward reads the active rows' logits once,
 backward reads and writes them once.
 """

@@ -8,6 +8,7 @@ compile on a GPU is seen on a machine without one; tests compare the two.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -55,6 +56,15 @@ def compilation_key(kernel: Any, options: dict[str, int], arguments: dict[str, A
     unspecialised = _unspecialised(kernel)
     parts = tuple((name, _argument_key(name, value, name not in unspecialised)) for name, value in arguments.items())
     return (kernel.fn.__name__, tuple(sorted(options.items())), parts)
+
+
+def launch_kernel_on(
+    device: torch.device, kernel: Any, num_programs: int, options: dict[str, int], **arguments: Any
+) -> None:
+    """``launch_kernel`` on ``device``: Triton launches on the current one, which, without a group, may be another than
+    that of the tensors."""
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        launch_kernel(kernel, num_programs, options, **arguments)
 
 
 def launch_kernel(kernel: Any, num_programs: int, options: dict[str, int], **arguments: Any) -> None:

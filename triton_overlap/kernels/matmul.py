@@ -8,8 +8,6 @@ Programs take the tiles of the active rows in turn, so a launch costs in proport
 library's GEMM of the active rows.
 """
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +15,7 @@ import triton.language as tl
 from ..comm.device import INTERPRETED
 from .config import TileConfig, tile_config
 from .epilogue import finish_tile
-from .launching import launch_kernel
+from .launching import launch_kernel_on
 from .operands import StoredB, chunk_descriptor, contiguous_rows, gemm_arguments, use_descriptors
 from .rows import active_rows, num_programs
 from .tiles import matmul_tile, tile_position
@@ -75,18 +73,17 @@ def launch(
     config = config or tile_config(a.dtype, b.shape[1], k, interpreted=INTERPRETED.value)
     out = torch.empty(rows, b.shape[1], dtype=a.dtype, device=a.device)
     descriptors = use_descriptors(config, a, stored_b.matrix, out)
-    on_device = torch.cuda.device(a.device) if a.is_cuda else contextlib.nullcontext()
-    with on_device:
-        launch_kernel(
-            matmul_kernel,
-            num_programs(a.device, 1),
-            {"num_warps": config.num_warps, "num_stages": config.num_stages},
-            a_ptr=a,
-            a_desc=chunk_descriptor(a, rows, [config.BLOCK_M, config.BLOCK_K], descriptors),
-            bias_ptr=None if bias is None else bias.contiguous(),
-            tokens_ptr=active_tokens,
-            shards=shards,
-            rows=rows,
-            **gemm_arguments(config, stored_b, out, rows, descriptors),
-        )
+    launch_kernel_on(
+        a.device,
+        matmul_kernel,
+        num_programs(a.device, 1),
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        a_ptr=a,
+        a_desc=chunk_descriptor(a, rows, [config.BLOCK_M, config.BLOCK_K], descriptors),
+        bias_ptr=None if bias is None else bias.contiguous(),
+        tokens_ptr=active_tokens,
+        shards=shards,
+        rows=rows,
+        **gemm_arguments(config, stored_b, out, rows, descriptors),
+    )
     return out

@@ -56,7 +56,7 @@ def rotary_kernel(
     across = tl.cdiv(groups * heads, BLOCK_N)
     for index in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * across, tl.num_programs(0)):
         lanes, in_rows = block_rows(index // across, rows, BLOCK_M)
-        head = index % across * BLOCK_N + tl.arange(0, BLOCK_N)
+        head = (index % across * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)  # strides may be large
         x_heads = lanes[:, None] * stride_x_row + (head // heads * stride_x_group + head % heads * stride_x_head)
         out_heads = lanes[:, None] * stride_out_row + (
             head // heads * stride_out_group + head % heads * stride_out_head

@@ -8,7 +8,6 @@ written. Which block a row falls in, and so the order of every sum, follows from
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..comm.device import INTERPRETED
-from .launching import launch_kernel
+from .launching import launch_kernel_on
 from .operands import is_row_major
 
 #: Arguments that follow the token count or say where it is: a new one must never compile.
@@ -149,17 +148,15 @@ class Rows:
             programs: by default ``PROGRAMS_EACH`` for each multiprocessor.
             arguments: the kernel's other arguments.
         """
-        # Triton launches on the current device, which, without a group, may be another than that of the tensors.
-        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-        with on_device:
-            launch_kernel(
-                kernel,
-                programs or num_programs(self.device),
-                {"num_warps": config.num_warps, "num_stages": 1},
-                **arguments,
-                tokens_ptr=self.tokens,
-                shards=self.shards,
-                rows=self.capacity,
-                BLOCK_M=config.BLOCK_M,
-                BLOCK_N=config.BLOCK_N,
-            )
+        launch_kernel_on(
+            self.device,
+            kernel,
+            programs or num_programs(self.device),
+            {"num_warps": config.num_warps, "num_stages": 1},
+            **arguments,
+            tokens_ptr=self.tokens,
+            shards=self.shards,
+            rows=self.capacity,
+            BLOCK_M=config.BLOCK_M,
+            BLOCK_N=config.BLOCK_N,
+        )

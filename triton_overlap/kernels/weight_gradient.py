@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..comm.device import INTERPRETED
 from .config import TileConfig, tile_config
-from .launching import launch_kernel
+from .launching import launch_kernel_on
 from .operands import descriptor, fits_descriptor, input_precision, is_row_major
 from .rows import active_rows
 from .tiles import MAX_STORE_COLUMNS, dot, split_columns, tile_position
@@ -109,7 +109,8 @@ def launch(
     config = config or tile_config(a.dtype, n, 512, interpreted=INTERPRETED.value)
     out = torch.empty(k, n, dtype=a.dtype, device=a.device) if accumulate_into is None else accumulate_into
     descriptors = config.descriptors and fits_descriptor(a) and fits_descriptor(g)
-    launch_kernel(
+    launch_kernel_on(
+        a.device,
         weight_gradient_kernel,
         triton.cdiv(k, config.BLOCK_M) * triton.cdiv(n, config.BLOCK_N),
         {"num_warps": config.num_warps, "num_stages": config.num_stages},

@@ -98,6 +98,8 @@ class LayerNormLinear(Linear):
 
     def forward(self, x: Tensor, *, active_tokens: Tensor | None = None) -> Tensor:
         """``x`` -> the linear layer of its norm; ``active_tokens`` as in :class:`Linear`."""
+        if active_tokens is not None:
+            self._check_device_count(x)
         normalized = normalize(
             self.normalization,
             x,
@@ -105,7 +107,7 @@ class LayerNormLinear(Linear):
             self.layer_norm_bias,
             self.eps,
             active_tokens,
-            self.group.world_size,  # with a count there is sequence parallelism
+            self.shards,
         )
         return super().forward(normalized, active_tokens=active_tokens)
 

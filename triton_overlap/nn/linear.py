@@ -92,8 +92,9 @@ class _ParallelLinear(nn.Module):
         self._make_parameters(bias, device, dtype)
         self._mark_parameters()
         self._registered: dict[tuple[torch.dtype, bool], UserBuffer | Communicator] = {}
-        # Registered here, in the order in which all ranks build their model, and not at the first forward, which may
-        # already be inside a graph capture. Under autocast the parameters' dtype is not the one that is multiplied.
+        # Registered here, in the order in which all ranks build their model. The buffer of calls with active_tokens is
+        # registered at the first of them, since few layers have any; a first call inside a graph capture is refused.
+        # Under autocast the parameters' dtype is not the one that is multiplied.
         autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
         if self._split_dim is not None:
             self._user_buffer(torch.get_autocast_dtype(device.type) if autocast else dtype)
@@ -266,6 +267,11 @@ class _ParallelLinear(nn.Module):
             self._check_device_count(x)
             shared.update(active_tokens=active_tokens, method="fused")
         return x if x.dim() == 2 else x.flatten(0, -2), shared
+
+    @property
+    def shards(self) -> int:
+        """Ranks that the tokens outside the layer are split over."""
+        return self.group.world_size if self.sequence_parallel else 1
 
     def _check_device_count(self, x: Tensor) -> None:
         kind = type(self).__name__
@@ -539,8 +545,7 @@ class Linear(_ParallelLinear):
         if active_tokens is None:
             return F.linear(x, self.weight, self.bias)
         self._check_device_count(x)
-        shards = self.group.world_size if self.sequence_parallel else 1
-        return matmul(x, self.weight.t(), bias=self.bias, active_tokens=active_tokens, shards=shards)
+        return matmul(x, self.weight.t(), bias=self.bias, active_tokens=active_tokens, shards=self.shards)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, parallel_mode={self.parallel_mode}, method={self.method}"

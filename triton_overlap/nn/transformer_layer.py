@@ -133,10 +133,11 @@ class TransformerLayer(nn.Module):
 
     def _forward_active(self, x: Tensor, active_tokens: Tensor, attention: dict[str, Any]) -> Tensor:
         """Residual connections too cost what the active rows do: torch's sums, and autograd's, go over all rows."""
-        shards = self.self_attention.qkv.group.world_size
+        shards = self.self_attention.qkv.shards
         x, residual = fork(x, active_tokens=active_tokens, shards=shards)
         attended = self.self_attention(x, active_tokens=active_tokens, **attention)
-        h = add(residual, attended, active_tokens=active_tokens, shards=shards)
+        # Under autocast the branches end in its dtype, and the residual keeps its own, as it does without a count.
+        h = add(residual, attended.to(residual.dtype), active_tokens=active_tokens, shards=shards)
         h, residual = fork(h, active_tokens=active_tokens, shards=shards)
         transformed = self.layernorm_mlp(h, active_tokens=active_tokens)
-        return add(residual, transformed, active_tokens=active_tokens, shards=shards)
+        return add(residual, transformed.to(residual.dtype), active_tokens=active_tokens, shards=shards)

@@ -99,6 +99,8 @@ def _activation_fake(
 def _activation_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     a_shard, b, _, main_grad, buffer, gather, method, ctx.activation, _, active_tokens = inputs
     product, rows = output[1], output[2] if gather else a_shard
+    if product.shape[0] != output[0].shape[0]:
+        raise ValueError(f"{_NAME}: with gradients the product is needed again; give keep_product=True")
     kept = [active_tokens, b, *([rows] if ctx.needs_input_grad[1] else []), product]
     ctx.mark_non_differentiable(product)
     save_gathered_product(ctx, [b], [main_grad], None, buffer, gather, method)

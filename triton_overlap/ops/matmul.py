@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from ..kernels import matmul as matmul_kernel
+from .autocast import autocast_operands
 from .rows import check_active_tokens, check_device, check_matrix, check_vector
-from .validation import check_optional_tensors, check_tensors, refuse_double_backward
-from .weight_gradient import bias_gradient, check_weight_gradient, weight_gradient
+from .validation import check_main_grad, check_optional_tensors, check_tensors, refuse_double_backward
+from .weight_gradient import bias_gradient, weight_gradient
 
 __all__ = ["matmul", "matmul_op"]
 
@@ -48,7 +49,7 @@ def matmul_op(
     if bias is not None:
         check_vector(_NAME, "bias", bias, b)
     if main_grad is not None:
-        check_weight_gradient(_NAME, a, a.new_empty((a.shape[0], b.shape[1])), main_grad)
+        check_main_grad(_NAME, main_grad, b)
     check_active_tokens(_NAME, a, active_tokens, shards)
     return matmul_kernel.launch(a, b, bias, active_tokens=active_tokens, shards=shards)
 
@@ -97,7 +98,7 @@ def matmul(
 ) -> Tensor:
     """``a @ b + bias`` over the active rows, without communication: a model's head, say.
 
-    Differentiable once. Accumulates in float32.
+    Differentiable once. Accumulates in float32. Under autocast the operands are cast as ``torch.matmul`` would.
 
     Args:
         a: [C, K], bfloat16, float16 or float32.
@@ -117,5 +118,6 @@ def matmul(
     """
     check_tensors(_NAME, a=a, b=b)
     check_optional_tensors(_NAME, bias=bias, main_grad=main_grad, active_tokens=active_tokens)
-    out: Tensor = torch.ops.triton_overlap.matmul(a, b, bias, main_grad, active_tokens, shards)
+    a_cast, b_cast, bias_cast = autocast_operands(a, b, bias)
+    out: Tensor = torch.ops.triton_overlap.matmul(a_cast, b_cast, bias_cast, main_grad, active_tokens, shards)
     return out

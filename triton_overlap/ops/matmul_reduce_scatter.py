@@ -150,8 +150,8 @@ def matmul_reduce_scatter(
             one, and ring exchange after ``"pipeline"``, or what a ``GemmMethods`` gives as ``dgrad``.
         main_grad: float32 [K, N], any strides. Backward adds the weight gradient to it, and ``b`` gets no gradient of
             its own.
-        residual: [T/W, N], this rank's rows of what the product is added to. By the fused method inside the kernel, in
-            float32 before the one rounding; by others after it.
+        residual: [T/W, N], this rank's rows of what the product is added to, in the buffer's dtype; autocast casts it
+            too. By the fused method inside the kernel, in float32 before the one rounding; by others after it.
         active_tokens: T on the device, for a buffer with ``device_count``; see docs/device_count.md. By the fused
             method.
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..kernels import column_sum
 from ..kernels import weight_gradient as weight_gradient_kernel
 from .autocast import without_autocast
+from .rows import check_active_tokens, check_matrix
 
 __all__ = [
     "bias_gradient",
@@ -66,6 +67,12 @@ def _weight_gradient_fake(
 @torch.library.custom_op("triton_overlap::row_weight_gradient", mutates_args=())
 def row_weight_gradient(a: Tensor, g: Tensor, active_tokens: Tensor | None, shards: int = 1) -> Tensor:
     """``torch.ops.triton_overlap.row_weight_gradient``: ``a^T g`` over the active rows -> [K, N], fresh."""
+    if a.dim() != 2 or g.dim() != 2 or a.shape[0] != g.shape[0] or a.dtype != g.dtype or a.device != g.device:
+        raise ValueError(
+            f"row_weight_gradient: a [C, K] and g [C, N] of one dtype and device expected, got {a.dtype} "
+            f"{list(a.shape)} on {a.device} and {g.dtype} {list(g.shape)} on {g.device}"
+        )
+    check_active_tokens("row_weight_gradient", a, active_tokens, shards)
     return weight_gradient_kernel.launch(a, g, active_tokens=active_tokens, shards=shards)
 
 
@@ -77,6 +84,8 @@ def _row_weight_gradient_fake(a: Tensor, g: Tensor, active_tokens: Tensor | None
 @torch.library.custom_op("triton_overlap::row_bias_gradient", mutates_args=())
 def row_bias_gradient(g: Tensor, active_tokens: Tensor | None, shards: int = 1) -> Tensor:
     """``torch.ops.triton_overlap.row_bias_gradient``: the sum of the active rows of ``g`` -> [N], fresh."""
+    check_matrix("row_bias_gradient", "g", g)
+    check_active_tokens("row_bias_gradient", g, active_tokens, shards)
     return column_sum.launch(g, active_tokens, shards).to(g.dtype)
 
 
