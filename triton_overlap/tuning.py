@@ -194,8 +194,8 @@ def explain(
 def warm_up(operation: str, b: Tensor, *, buffer: UserBuffer | Communicator, bias: Tensor | None = None) -> list[str]:
     """Collective: call ``operation`` with method ``auto`` once for each choice it has within the buffer's capacity.
 
-    Afterwards no token count compiles a kernel for it. Where ``b`` requires a gradient, the same for the backward pass;
-    gradients of ``b`` and ``bias`` stay as they are.
+    Afterwards no token count compiles a kernel for it, as called without ``activation`` or ``residual``. Where ``b``
+    requires a gradient, the same for the backward pass; gradients of ``b`` and ``bias`` stay as they are.
 
     Args:
         operation: name of the function.
