@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ep.kernels import copy_kernel
 from tests.ep.worlds import Case, Inputs, expand, expected_combine, expected_dispatch, make_inputs
 from triton_overlap.comm.group import Group
 from triton_overlap.expert_buffer import EpHandle, ExpertBuffer
+from triton_overlap.ops import ep_dispatch
 
 
 def make_buffer(group: Group, case: Case, **settings: Any) -> ExpertBuffer:
@@ -144,6 +146,122 @@ def matrix(group: Group, case: Case, network: str, alignment: int, fp8: bool, nu
     exactly(out_weights, torch.where(mine.topk_idx >= 0, mine.topk_weights, 0.0))
 
 
+def separate(group: Group, case: Case, network: str) -> None:
+    """Without ``allow_multiple_reduction``: nothing is summed before the source has it, in the order of k."""
+    buffer = make_buffer(group, case, network=network, allow_multiple_reduction=False)
+    inputs = make_inputs(case, 3)
+    mine, expected = inputs[group.rank], expected_dispatch(case, inputs, group.rank)
+    biases = (torch.full_like(mine.x, 0.5),)
+
+    # One partial result for each expert, weighted at the source.
+    wide = buffer.dispatch(mine.x, mine.topk_idx, expand=True)[3]
+    _, place = expand(expected, case, 1)
+    y = torch.zeros(int((place >= 0).sum()), case.hidden, dtype=buffer.dtype)
+    for row, k in (place >= 0).nonzero().tolist():
+        expert = group.rank * case.experts_per_rank + int(expected.topk_idx[row, k])
+        y[place[row, k]] = of_expert(expert, expected.x[row])
+    out, _, _ = buffer.combine(y, wide, mine.topk_weights, biases)
+    total = torch.full(mine.x.shape, 0.5)
+    for token, k in (mine.topk_idx >= 0).nonzero().tolist():
+        made_row = of_expert(int(mine.topk_idx[token, k]), mine.x[token])
+        total[token] += made_row.float() * mine.topk_weights[token, k]
+    exactly(out, total.to(buffer.dtype))
+    check_slots(buffer, wide, case, mine.topk_idx)
+    with pytest.raises(ValueError, match="cannot be summed over the ranks"):
+        buffer.combine_weights(expected.topk_weights, wide)
+    with pytest.raises(NotImplementedError, match="gradients need a buffer with allow_multiple_reduction=True"):
+        ep_dispatch(mine.x, mine.topk_idx, buffer=buffer)
+
+    # One for each rank, at the place of the first of its experts.
+    handle = buffer.dispatch(mine.x, handle=wide)[3]
+    out, out_weights, _ = buffer.combine(made(group.rank, expected.x), handle, expected.topk_weights, biases)
+    total = torch.full(mine.x.shape, 0.5)
+    for token in range(len(mine.x)):
+        hosts = [int(expert) // case.experts_per_rank for expert in mine.topk_idx[token] if expert >= 0]
+        for host in dict.fromkeys(hosts):
+            total[token] += made(host, mine.x[token]).float()
+    exactly(out, total.to(buffer.dtype))
+    assert out_weights is not None
+    exactly(out_weights, torch.where(mine.topk_idx >= 0, mine.topk_weights, 0.0))
+
+
+def of_expert(expert: int, row: torch.Tensor) -> torch.Tensor:
+    """What an expert makes of a row, in the row's dtype."""
+    return (row.float() * (1 + expert / 8) + expert).to(row.dtype)
+
+
+def check_slots(buffer: ExpertBuffer, handle: EpHandle, case: Case, topk_idx: torch.Tensor) -> None:
+    """Every (token, k) with an expert has a slot of its own, at its channel, from the rank that forwards it."""
+    slots = handle.recv_slots
+    assert slots.shape == (*topk_idx.shape, 3)
+    assert torch.equal(slots[..., 0] >= 0, topk_idx >= 0)
+    channels = buffer.layout.geometry.num_channels
+    own_out = buffer.group.rank // case.scale_up
+    seen = set()
+    for token, k in (topk_idx >= 0).nonzero().tolist():
+        rank, channel, slot = slots[token, k].tolist()
+        scale_out = int(topk_idx[token, k]) // case.experts_per_rank // case.scale_up
+        assert (rank // case.scale_up, rank % case.scale_up) == (scale_out, buffer.group.rank % case.scale_up)
+        assert channel == token % channels
+        place = (rank, channel, slot) if scale_out != own_out else (rank, token, slot)
+        assert place not in seen
+        seen.add(place)
+
+
+def events(backend: Any, case: Case, network: str, previous: bool, beside: bool, forgotten: bool = False) -> None:
+    """A dispatch and a combine between kernels on a stream, ordered by events alone."""
+    group = Group(backend, check="async")
+    buffer = make_buffer(group, case, network=network)
+    inputs = make_inputs(case, 0)
+    mine, expected = inputs[group.rank], expected_dispatch(case, inputs, group.rank)
+    x, out = torch.empty_like(mine.x), torch.empty_like(mine.x)
+    y = torch.empty(case.world_size * case.max_tokens, case.hidden, dtype=buffer.dtype)
+    copy: Any = copy_kernel
+
+    def given() -> Any:
+        return backend.record_event() if previous else None
+
+    with backend.stream():
+        copy[(1,)](mine.x, x, x.numel(), BLOCK=1024)
+        received, _, _, handle, event = buffer.dispatch(
+            x, mine.topk_idx, cpu_sync=False, previous_event=given(), async_op=beside
+        )
+        assert (event is not None) == beside
+        if beside and not forgotten:
+            backend.wait_event(event)
+        copy[(1,)](received, y, len(expected.x) * case.hidden, BLOCK=1024)
+        found, _, event = buffer.combine(y, handle, previous_event=given(), async_op=beside)
+        if beside:
+            backend.wait_event(event)
+        copy[(1,)](found, out, out.numel(), BLOCK=1024)
+        backend.synchronize()
+    group.check()
+    exactly(y[: len(expected.x)], expected.x)
+    outputs = [expected_dispatch(case, inputs, peer).x for peer in range(case.world_size)]
+    exactly(out, expected_combine(case, inputs, outputs.__getitem__, group.rank))
+    group.close()
+
+
+def sizes(group: Group, case: Case) -> None:
+    """``size_hint`` says what is registered, and what each choice costs."""
+    arguments: dict[str, Any] = {
+        "num_max_tokens_per_rank": case.max_tokens,
+        "hidden": case.hidden,
+        "num_topk": case.topk,
+        "num_experts": case.experts,
+        "num_scale_up": case.scale_up,
+        "num_sms": 1,
+        "channels_per_sm": 2,
+    }
+    hint = ExpertBuffer.size_hint(case.world_size, **arguments)
+    assert make_buffer(group, case, num_sms=1, channels_per_sm=2).memory.local.numel() == hint
+    if case.scale_out > 1:  # rows of their own length, and K slots for a token that comes back, are for puts
+        assert ExpertBuffer.size_hint(case.world_size, use_fp8_dispatch=True, **arguments) > hint
+        assert ExpertBuffer.size_hint(case.world_size, allow_multiple_reduction=False, **arguments) > hint
+    with pytest.raises(ValueError, match="num_topk must be 1 to"):
+        ExpertBuffer.size_hint(case.world_size, **{**arguments, "num_topk": 99})
+
+
 def check_rows(
     found: torch.Tensor | tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, scales: torch.Tensor | None
 ) -> None:
@@ -205,7 +323,17 @@ def errors(group: Group, case: Case) -> None:
         ("num_topk must be 1 to 32", lambda: make_buffer(group, replace(case, topk=33, experts_per_rank=40))),
         ("multiple of 32 bytes", lambda: make_buffer(group, replace(case, hidden=24))),
         ("num_scale_up must divide", lambda: make_buffer(group, replace(case, scale_up=3))),
-        ("ordered kernels need strong_signals", lambda: make_buffer(group, case, kernel="ordered")),
+        (
+            "ordered kernels need strong_signals, which the simulated network",
+            lambda: make_buffer(group, case, kernel="ordered", network="simulated"),
+        ),
+        (
+            "ordered kernels have rings of 1024 slots",
+            lambda: make_buffer(group, replace(case, max_tokens=3000), kernel="ordered"),
+        ),
+        ("kernel must be", lambda: make_buffer(group, case, kernel="fast")),
+        ("dtype must be one of", lambda: make_buffer(group, case, dtype=torch.float64)),
+        ("num_topk must be 1 to", lambda: make_buffer(group, replace(case, topk=case.experts + 1))),
         ("network is", lambda: make_buffer(group, case, network="pigeon")),
         ("expert ids must be -1 to", lambda: buffer.dispatch(x, idx + case.experts)),
         ("at most num_max_tokens_per_rank", lambda: buffer.dispatch(x.new_zeros(99, case.hidden), idx)),

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from triton_overlap.comm.device import RANK, device_epoch
-from triton_overlap.kernels.ep_combine import wait_batches as right_wait_batches
-from triton_overlap.kernels.ep_dispatch import poll_part as right_poll_part
-from triton_overlap.kernels.ep_dispatch import receive_channel as right_receive_channel
+from triton_overlap.kernels.ep_receive import poll_part as right_poll_part
+from triton_overlap.kernels.ep_receive import receive_channel as right_receive_channel
+from triton_overlap.kernels.ep_reduce import wait_batches as right_wait_batches
 from triton_overlap.kernels.ep_slots import (
     BATCH_SIGNALS,
     HELLO_SIGNALS,
@@ -55,12 +55,17 @@ def count_ignored(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES: tl.constexpr)
 
 
 @triton.jit
-def base_at_entry(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, channel, SOURCE_LANES: tl.constexpr):
+def base_at_entry(
+    buffer_ptr, ep_ptr, routing_ptr, epoch, operation, channel, partials,
+    SOURCE_LANES: tl.constexpr, K_LANES: tl.constexpr,
+):  # fmt: skip
     """The base is what the signal holds when the channel is first looked at."""
     signal = data_signal(ep_ptr, channel, 0)
     address = words_at(buffer_ptr, tl.load(buffer_ptr + RANK), signal)
     tl.store(base_ptr(ep_ptr, signal), tl.atomic_add(address, 0, sem="acquire", scope="sys"))
-    return right_receive_channel(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, channel, SOURCE_LANES)
+    return right_receive_channel(
+        buffer_ptr, ep_ptr, routing_ptr, epoch, operation, channel, partials, SOURCE_LANES, K_LANES
+    )
 
 
 @triton.jit

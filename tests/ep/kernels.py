@@ -21,6 +21,14 @@ def cut_kernel(cut_ptr, out_ptr):
 
 
 @triton.jit
+def copy_kernel(source_ptr, target_ptr, count, BLOCK: tl.constexpr):
+    """``count`` elements, by one program."""
+    for start in range(0, count, BLOCK):
+        offset = start + tl.arange(0, BLOCK)
+        tl.store(target_ptr + offset, tl.load(source_ptr + offset, mask=offset < count), mask=offset < count)
+
+
+@triton.jit
 def exchange_kernel(buffer_ptr, x_ptr, out_ptr, call, words, PUT: tl.constexpr, FAULT: tl.constexpr):
     """Put ``words`` int64 in two halves to the peer, wait for both signals, read what it sent.
 

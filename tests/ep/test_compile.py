@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from tests.kernels.compiling import OneRankOfMany, compiled
 from triton_overlap.comm.group import Group
 from triton_overlap.expert_buffer import ExpertBuffer
 from triton_overlap.kernels import ep_combine, ep_dispatch, ep_route, ep_unpack
+from triton_overlap.kernels.ep_partials import Partials
 
 TOKENS = (0, 1, 15, 16, 100, 4096)
 #: Rows with scales and without; expanded rows and others, whose experts and rows are written apart.
@@ -21,7 +24,7 @@ EXPECTED = {
 }
 
 
-def drive(world_size: int, num_scale_up: int) -> None:
+def drive(world_size: int, num_scale_up: int, **settings: Any) -> None:
     buffer = ExpertBuffer(
         Group(OneRankOfMany(world_size)),
         num_max_tokens_per_rank=4096,
@@ -30,15 +33,18 @@ def drive(world_size: int, num_scale_up: int) -> None:
         num_experts=256,
         num_scale_up=num_scale_up,
         use_fp8_dispatch=True,
+        **settings,
     )
     routing = torch.zeros(buffer.layout.routing_words, dtype=torch.int32)
     for tokens in TOKENS:
         x, scales = torch.zeros(tokens, 1024, dtype=torch.bfloat16), torch.zeros(tokens, 8)
         topk_idx, weights = torch.zeros(tokens, 8, dtype=torch.int64), torch.zeros(tokens, 8)
-        ep_route.launch(buffer.layout, buffer.ep_table, routing, topk_idx)
-        ep_dispatch.launch(buffer, routing, x, None, topk_idx, weights, operation=5, counts=True)
+        ep_route.launch(buffer.layout, buffer.ep_tables["rows"], routing, topk_idx)
+        payload = ep_dispatch.Payload(x, None, topk_idx, weights)
+        ep_dispatch.launch(buffer, routing, payload, operation=5, counts=True, partials=Partials.TOGETHER)
         fp8 = x.to(torch.float8_e4m3fn)
-        ep_dispatch.launch(buffer, routing, fp8, scales, topk_idx, weights, operation=6, counts=False)
+        payload = ep_dispatch.Payload(fp8, scales, topk_idx, weights)
+        ep_dispatch.launch(buffer, routing, payload, operation=6, counts=False, partials=Partials.TOGETHER)
         received = ep_unpack.Received(x, None, topk_idx, weights)
         for expand in (False, True):
             ep_unpack.launch(buffer, routing, received, expand=expand, alignment=max(tokens, 1))
@@ -48,3 +54,13 @@ def drive(world_size: int, num_scale_up: int) -> None:
 @pytest.mark.parametrize("world_size, num_scale_up", [(2, 2), pytest.param(4, 2, marks=pytest.mark.long)])
 def test_one_compilation_serves_every_token_count(world_size: int, num_scale_up: int) -> None:
     compiled(drive, world_size, num_scale_up).check(EXPECTED)
+
+
+def other_variants(world_size: int, num_scale_up: int) -> None:
+    """Ordered kernels, and partial results that come back separate."""
+    drive(world_size, num_scale_up, kernel="ordered", allow_multiple_reduction=False)
+
+
+@pytest.mark.long
+def test_the_other_variants_compile() -> None:
+    compiled(other_variants, 2, 1).check(EXPECTED)

@@ -16,8 +16,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from tests.ep import bodies
 from tests.ep.worlds import Case
 from triton_overlap.comm.group import Group
-from triton_overlap.errors import CommTimeoutError, SimulationError
-from triton_overlap.kernels import ep_combine, ep_dispatch, ep_slots
+from triton_overlap.errors import CommTimeoutError, RaceError, SimulationError
+from triton_overlap.kernels import ep_combine, ep_dispatch, ep_entry, ep_receive, ep_send
 from triton_overlap.sim import KillRank, LoseSignal, StallSource, World
 
 if not isinstance(tl.cdiv, InterpretedFunction):
@@ -64,6 +64,53 @@ def test_routings(case: Case) -> None:
         run(case, seed, "simulated" if case.scale_out > 1 else "direct")
 
 
+@pytest.mark.parametrize("scale_out, scale_up, network", [(1, 2, "direct"), (2, 1, "simulated"), (2, 2, "simulated")])
+def test_partial_results_that_come_back_separate(scale_out: int, scale_up: int, network: str) -> None:
+    case = Case(scale_out, scale_up, topk=3, max_tokens=5, tokens=(5, 3, 0), settings=SMALL_PARTS)
+    World(case.world_size, 2).run(lambda group: bodies.separate(group, case, network))
+
+
+@pytest.mark.parametrize("network", ["direct", "simulated_strong"])
+def test_ordered_kernels(network: str) -> None:
+    case = Case(2, 1, settings={**SMALL_PARTS, "kernel": "ordered"})
+    for seed in range(2):
+        run(case, seed, network)
+
+
+def test_ordered_kernels_go_wrong_on_a_weaker_network_than_they_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton_overlap.expert_buffer.buffer.check_requirements", lambda *arguments: None)
+    with pytest.raises(RaceError):
+        run(replace(MANY_PUTS, settings={**MANY_PUTS.settings, "kernel": "ordered"}), 0, "simulated")
+
+
+def test_the_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(2, 1)
+    monkeypatch.setenv("EP_HYBRID_KERNEL", "ordered")
+    assert World(2).run(lambda group: bodies.make_buffer(group, case).kernel) == ["ordered"] * 2
+    monkeypatch.setenv("EP_HYBRID_KERNEL", "eager")
+    with pytest.raises(ValueError, match="EP_HYBRID_KERNEL must be"):
+        World(2).run(lambda group: bodies.make_buffer(group, case))
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("previous", [False, True])
+def test_events_alone_order_a_call(previous: bool, beside: bool) -> None:
+    case = Case(2, 1, max_tokens=3)
+    World(2, 1).run_backends(lambda backend: bodies.events(backend, case, "simulated", previous, beside))
+
+
+def test_a_forgotten_event_is_found() -> None:
+    case = Case(1, 2, max_tokens=3)
+    with pytest.raises(RaceError):
+        World(2, 1).run_backends(lambda backend: bodies.events(backend, case, "direct", False, True, forgotten=True))
+
+
+def test_fp8_rows_by_puts() -> None:
+    """They have slots of their own length, between calls of other formats."""
+    case = Case(2, 1, hidden=128, max_tokens=3, settings=SMALL_PARTS)
+    World(2, 1).run(lambda group: bodies.matrix(group, case, "simulated", 2, True, 0))
+
+
 def _cases() -> st.SearchStrategy[Case]:
     return st.builds(
         Case,
@@ -106,17 +153,16 @@ def test_a_stalled_source() -> None:
 
 
 FAULTS: dict[str, dict[tuple[Any, str], Any]] = {
-    "headers before the signal": {(ep_dispatch, "poll_part"): faulty.headers_first},
-    "headers read twice": {(ep_dispatch, "poll_part"): faulty.headers_twice},
-    "count ignored": {(ep_dispatch, "poll_part"): faulty.count_ignored},
+    "headers before the signal": {(ep_receive, "poll_part"): faulty.headers_first},
+    "headers read twice": {(ep_receive, "poll_part"): faulty.headers_twice},
+    "count ignored": {(ep_receive, "poll_part"): faulty.count_ignored},
     "base sampled at entry": {(ep_dispatch, "receive_channel"): faulty.base_at_entry},
     "no entry barrier": {
-        (ep_dispatch, "wait_entered"): faulty.no_wait,
-        (ep_combine, "wait_entered"): faulty.no_wait,
-        (ep_slots, "_hear"): faulty.no_hearing,
+        (ep_entry, "wait_entered"): faulty.no_wait,
+        (ep_entry, "_hear"): faulty.no_hearing,
     },
-    "stale iteration accepted": {(ep_dispatch, "header_valid"): faulty.any_epoch},
-    "staging rewritten": {(ep_dispatch, "channel_slot"): faulty.staging_rewritten},
+    "stale iteration accepted": {(ep_receive, "header_valid"): faulty.any_epoch},
+    "staging rewritten": {(ep_send, "channel_slot"): faulty.staging_rewritten},
     "gate short by one": {(ep_combine, "wait_batches"): faulty.gate_short_by_one},
 }
 #: Without the checker these need a rarer order of events than a test can wait for.
@@ -162,7 +208,8 @@ def test_a_map_slot_used_twice_is_found() -> None:
 
 def _reuse_slot(handle: Any) -> None:
     slots = handle.view("map")
-    slots[slots == 1] = 0
+    taken = (slots >= 0) & (slots % handle.buffer.layout.return_slots == 1)
+    slots[taken] -= 1
 
 
 def test_a_lost_signal_ends_in_the_same_error_on_every_rank() -> None:

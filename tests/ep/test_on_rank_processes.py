@@ -40,6 +40,17 @@ def test_counts_on_the_device() -> None:
     on_ranks(Case(2, 1), "without_cpu_sync", "direct")
 
 
+@pytest.mark.parametrize("scale_out, scale_up", [(1, 2), (2, 1)])
+def test_sizes_and_separate_partial_results(scale_out: int, scale_up: int) -> None:
+    on_ranks(Case(scale_out, scale_up, hidden=32), "sizes")
+    on_ranks(Case(scale_out, scale_up, topk=3), "separate", "direct")
+
+
+def test_ordered_kernels() -> None:
+    case = Case(2, 1, settings={**SMALL, "kernel": "ordered"})
+    on_ranks(case, "round_trips", "direct", (0, 1))
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_errors(world_size: int) -> None:
     on_ranks(Case(world_size, 1), "errors")

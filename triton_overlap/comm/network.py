@@ -44,7 +44,7 @@ class NetworkProperties:
     """What a network promises beyond the module's page, or what a kernel needs.
 
     Attributes:
-        strong_signals: who acquires a signal also sees every earlier put from that rank to this one.
+        strong_signals: who acquires a signal also sees every put to this rank that the same program had put earlier.
         signals_anywhere: a signal may be any word of symmetric memory, and not only one of a pool.
     """
 
@@ -94,7 +94,7 @@ def check_requirements(kernel: str, needs: NetworkProperties, network: Network) 
 
 
 def create_network(name: str) -> Network:
-    """The network called ``name``: ``"direct"`` or ``"simulated"``.
+    """The network called ``name``: ``"direct"``, ``"simulated"``, or ``"simulated_strong"``, whose signals are strong.
 
     Raises:
         ValueError: there is none of that name.
@@ -104,11 +104,11 @@ def create_network(name: str) -> Network:
         from .networks.direct import DirectNetwork
 
         return DirectNetwork()
-    if name == "simulated":
+    if name in ("simulated", "simulated_strong"):
         from .networks.simulated import SimulatedNetwork
 
-        return SimulatedNetwork()
-    raise ValueError(f'a network is "direct" or "simulated", got {name!r}')
+        return SimulatedNetwork(strong_signals=name == "simulated_strong")
+    raise ValueError(f'a network is "direct", "simulated" or "simulated_strong", got {name!r}')
 
 
 def refuse(name: str, reason: str) -> BackendError:

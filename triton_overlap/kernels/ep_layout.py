@@ -8,12 +8,16 @@ Ranks form ``num_scale_out`` S x ``num_scale_up`` U; rank = scale_out * U + scal
     hello_in   int64 [2, S, hello_words]        scale-out peers         header and counts, by parity and scale-out rank
     counts     int64 [2, W, count_words]        scale-up peers          what each rank will send here
     signals    int64 [num_signals]              everybody               counters that only grow: see :class:`EpWord`
-    staging    slot [S, C, slots]               own rank                source of puts
-    incoming   slot [S, C, slots]               scale-out peers         target of puts
+    staging    slot [S, C, slots]               own rank                source of puts, for each format
+    incoming   slot [S, C, slots]               scale-out peers         target of puts, for each format
     rows       slot [W, max_tokens]             scale-up peers          dispatch: row ``position`` of each source rank;
-                                                                        combine: [S, max_tokens, U] partial results
+                                                                        combine: [S, max_tokens, U] partial results, or
+                                                                        [S, max_tokens, K] where they come back apart
 
-A slot, the same stride in every region, so that no payload of an earlier call lies where a header is looked for:
+A *format* is what a slot's row is: ``rows`` of the buffer's dtype, ``fp8`` rows with scales, ``weights`` of a token in
+a combine. A slot is as long as its format needs, so a put carries nothing else; each format has its own staging and
+incoming region, of one stride, so that no payload of an earlier call lies where a header is looked for. Only in
+``rows``, where nobody looks for headers, do formats take turns. A slot:
 
     bytes            contents
     0                int64 header, alive in the first slot of each sub-part
@@ -47,6 +51,7 @@ class EpWord(IntEnum):
     SCALE_UP = auto()  # U
     CHANNELS = auto()
     SLOTS = auto()  # of a channel
+    RETURN_SLOTS = auto()  # of a channel in a combine
     MAX_TOKENS = auto()
     TOPK = auto()
     EXPERTS = auto()  # of a rank
@@ -63,6 +68,7 @@ class EpWord(IntEnum):
     DATA_SIGNALS = auto()  # int64: puts of each part
     BATCH_SIGNALS = auto()  # int64 [C]: batches of a combine
     PUSH_SIGNALS = auto()  # int64 [S]: rows pushed here by scale-up peers in combines
+    TAIL_SIGNALS = auto()  # int64 [S, C]: puts of a channel of a scale-out rank, where kernels are ordered
     ARRIVAL_SIGNALS = auto()  # int64 [U]: channels whose rows a scale-up rank has stored here
     BASES = auto()  # address of int64 [signals], this device only: each signal when the last call ended
     CUT = auto()  # address of int32 [CUT_WORDS], this device only (ep_parts.py)
@@ -71,13 +77,14 @@ class EpWord(IntEnum):
     POSITIONS = auto()
     SENT_COUNTS = auto()
     MAP = auto()
-    SENT = auto()
+    RETURNED = auto()
     FORWARDED = auto()
     FORWARDED_COUNTS = auto()
     FORWARDED_ROWS = auto()
     PREFIX = auto()
     EXPERT_COUNTS = auto()
     ORIGINS = auto()
+    FIRST_K = auto()
     EXPANDED = auto()
 
 
@@ -97,9 +104,12 @@ class EpLayout:
         max_tokens: of a rank.
         topk: experts of a token.
         experts_per_rank: experts of a rank.
-        row_bytes: the widest row, a multiple of 32.
-        scale_bytes: scale factors of a row, a multiple of 4.
+        row_bytes: a row of the buffer's dtype, a multiple of 32.
+        fp8_row_bytes: an fp8 row, a multiple of 32; 0 where there are none.
+        scale_bytes: scale factors of an fp8 row, a multiple of 4.
         geometry: channels and parts.
+        separate: partial results of a token come back apart, up to K of them, in place of one sum.
+        ordered: with signals for ordered kernels.
     """
 
     num_scale_out: int
@@ -108,8 +118,11 @@ class EpLayout:
     topk: int
     experts_per_rank: int
     row_bytes: int
+    fp8_row_bytes: int
     scale_bytes: int
     geometry: Geometry
+    separate: bool = False
+    ordered: bool = False
 
     @property
     def world_size(self) -> int:
@@ -129,8 +142,23 @@ class EpLayout:
         return _aligned(self.scale_offset + self.scale_bytes, 32)
 
     @property
-    def slot_bytes(self) -> int:
-        return self.row_offset + self.row_bytes
+    def formats(self) -> dict[str, int]:
+        """Bytes of a row of each format."""
+        found = {"rows": self.row_bytes, "weights": _aligned(4 * self.topk, 32)}
+        return found | {"fp8": self.fp8_row_bytes} if self.fp8_row_bytes else found
+
+    def slot_bytes(self, form: str) -> int:
+        """Stride of the slots of a format."""
+        return self.row_offset + self.formats[form]
+
+    @property
+    def return_slots(self) -> int:
+        """Slots in which the partial results of a channel come back from a scale-out rank."""
+        return self.geometry.slots_per_channel * (self.topk if self.separate else 1)
+
+    def put_slots(self, form: str) -> int:
+        """Slots of a channel in the staging and incoming regions of a format: fp8 rows are dispatched alone."""
+        return self.geometry.slots_per_channel if form == "fp8" else self.return_slots
 
     @property
     def count_words(self) -> int:
@@ -145,34 +173,48 @@ class EpLayout:
     def num_data_signals(self) -> int:
         return self.geometry.data_contexts * self.geometry.signals_per_context
 
+    def data_signal(self, channel: int) -> int:
+        """Index, among the data signals, of the one that counts the puts of part 0 of ``channel``."""
+        context, first = self.geometry.signal(channel, 0)
+        return context * self.geometry.signals_per_context + first
+
     @property
     def num_signals(self) -> int:
-        return 2 * self.num_scale_out + self.num_data_signals + self.geometry.num_channels + self.num_scale_up
+        channels = self.geometry.num_channels
+        return 2 * self.num_scale_out + channels + self.num_data_signals + self.num_tail_signals + self.num_scale_up
+
+    @property
+    def num_tail_signals(self) -> int:
+        return self.num_scale_out * self.geometry.num_channels if self.ordered else 0
 
     @property
     def max_puts(self) -> int:
         """Entries of a hand-off ring: the puts of two calls. A call's opening puts leave before its barrier, so those
         of the call before it may still be read then."""
         peers = self.num_scale_out - 1
-        channels, slots = self.geometry.num_channels, self.geometry.slots_per_channel
+        channels = self.geometry.num_channels
         dispatch = channels * sum(len(sizes) for sizes in self.geometry.sub_part_sizes)
-        combine = channels * -(-slots // BATCH)
+        combine = channels * -(-self.return_slots // BATCH)
         return max(2 * peers * (1 + max(dispatch, combine)), 1)
 
     @property
     def _regions(self) -> list[tuple[str, int]]:
         s, w = self.num_scale_out, self.world_size
-        channels = self.geometry.num_channels
-        slots = s * channels * self.geometry.slots_per_channel if s > 1 else 0
+        streams = s * self.geometry.num_channels if s > 1 else 0
+        partials = max(self.num_scale_up, self.topk if self.separate else 1)
+        puts = [
+            (f"{region} of {form}", streams * self.put_slots(form) * self.slot_bytes(form))
+            for form in self.formats
+            for region in ("staging", "incoming")
+        ]
         return [
             ("headers", 2 * w * HEADER_WORDS * 8),
             ("hello_out", 2 * s * self.hello_words * 8),
             ("hello_in", 2 * s * self.hello_words * 8),
             ("counts", 2 * w * self.count_words * 8),
             ("signals", self.num_signals * 8),
-            ("staging", slots * self.slot_bytes),
-            ("incoming", slots * self.slot_bytes),
-            ("rows", w * self.max_tokens * self.slot_bytes),
+            *puts,
+            ("rows", s * partials * self.max_tokens * max(map(self.slot_bytes, self.formats))),
         ]
 
     def offset(self, region: str) -> int:
@@ -195,15 +237,19 @@ class EpLayout:
 
         positions         [W, max_tokens]   row position of each token at each rank, or -1
         sent_counts       [W, count_words]  rows for each rank, and for each of its experts
-        map               [max_tokens, S]   slot of the token in its channel's stream to each scale-out rank, where its
-                                            partial result comes back; -1 where it is not sent. Own scale-out rank: 0
-        sent              [S, C]            tokens of each channel's stream to each scale-out rank
-        forwarded         [S, C, slots, 1 + U]  token index and links of each slot that came in
+        map               [max_tokens, K]   where the partial result with expert k of the token comes back: (scale-out
+                                            rank * C + channel) * return_slots + slot, or -1 for no expert. Experts
+                                            whose results are summed before they come share one. From the own scale-out
+                                            rank nothing comes by puts: there slot is the first k of what is summed
+        returned          [S, C]            partial results of each channel that come back from each scale-out rank
+        forwarded         [S, C, slots, 2 + U]  token index, links, and bits k of the partial results to send back, of
+                                            each slot that came in
         forwarded_counts  [S, C]            slots that came in
         forwarded_rows    [S, C]            rows that they were forwarded as
         prefix            [W + 1]           first received row of each source rank
         expert_counts     [experts]         received rows for each local expert
         origins           [W * max_tokens]  source rank * max_tokens + token index of each received row
+        first_k           [W * max_tokens]  first k of each received row that is an expert here
         expanded          [W * max_tokens, K]  row for each received row and k among rows grouped by expert, or -1
         """
         s, u, w, m = self.num_scale_out, self.num_scale_up, self.world_size, self.max_tokens
@@ -211,14 +257,15 @@ class EpLayout:
         shapes = {
             "positions": (w, m),
             "sent_counts": (w, self.count_words),
-            "map": (m, s),
-            "sent": (s, channels),
-            "forwarded": (s, channels, slots if s > 1 else 0, 1 + u),
+            "map": (m, self.topk),
+            "returned": (s, channels),
+            "forwarded": (s, channels, slots if s > 1 else 0, 2 + u),
             "forwarded_counts": (s, channels),
             "forwarded_rows": (s, channels),
             "prefix": (w + 1,),
             "expert_counts": (self.experts_per_rank,),
             "origins": (w * m,),
+            "first_k": (w * m,),
             "expanded": (w * m, self.topk),
         }
         found = {}
@@ -237,8 +284,8 @@ class EpLayout:
         start, shape = self.routing["expanded"]
         return start + shape[0] * shape[1]
 
-    def words(self, bases: int, cut: int, channel_signals: int) -> list[int]:
-        """The table of :class:`EpWord`; the arguments are its last three addresses."""
+    def words(self, form: str, bases: int, cut: int, channel_signals: int) -> list[int]:
+        """The table of :class:`EpWord` for calls whose rows are of a format; the others are three addresses in it."""
         signals = self.offset("signals")
         values: dict[EpWord, int] = {
             EpWord.SCALE_OUT: self.num_scale_out,
@@ -248,20 +295,24 @@ class EpLayout:
             EpWord.MAX_TOKENS: self.max_tokens,
             EpWord.TOPK: self.topk,
             EpWord.EXPERTS: self.experts_per_rank,
-            EpWord.SLOT_BYTES: self.slot_bytes,
+            EpWord.RETURN_SLOTS: self.return_slots,
+            EpWord.SLOT_BYTES: self.slot_bytes(form),
             EpWord.SCALE_OFFSET: self.scale_offset,
             EpWord.ROW_OFFSET: self.row_offset,
             EpWord.HELLO_SIGNALS: signals,
             EpWord.PUSH_SIGNALS: signals + 8 * self.num_scale_out,
             EpWord.BATCH_SIGNALS: signals + 16 * self.num_scale_out,
             EpWord.DATA_SIGNALS: signals + 16 * self.num_scale_out + 8 * self.geometry.num_channels,
+            EpWord.TAIL_SIGNALS: signals + 8 * (self.num_signals - self.num_scale_up - self.num_tail_signals),
             EpWord.ARRIVAL_SIGNALS: signals + 8 * (self.num_signals - self.num_scale_up),
             EpWord.BASES: bases,
             EpWord.CUT: cut,
             EpWord.CHANNEL_SIGNALS: channel_signals,
         }
-        for region in ("hello_out", "hello_in", "counts", "staging", "incoming", "rows"):
+        for region in ("hello_out", "hello_in", "counts", "rows"):
             values[EpWord[region.upper()]] = self.offset(region)
+        for region in ("staging", "incoming"):
+            values[EpWord[region.upper()]] = self.offset(f"{region} of {form}")
         for name, (start, _) in self.routing.items():
             values[EpWord[name.upper()]] = start
         return [values[word] for word in EpWord]

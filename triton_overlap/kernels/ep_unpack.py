@@ -29,6 +29,7 @@ from .ep_slots import (
     EXPANDED,
     EXPERT_COUNTS,
     EXPERTS,
+    FIRST_K,
     MAX_TOKENS,
     ORIGINS,
     PREFIX,
@@ -67,7 +68,8 @@ def _unpack_meta(buffer_ptr, ep_ptr, routing_ptr, idx_ptr, weights_ptr, slot_ptr
     k = tl.arange(0, K_LANES)
     expert_ptr = meta_ptr + FIXED_WORDS + number(ep_ptr, SCALE_UP)
     expert = tl.load(expert_ptr + k, mask=k < topk, other=-1) - tl.load(buffer_ptr + RANK).to(tl.int32) * experts
-    here = (expert >= 0) & (expert < experts)
+    here = (k < topk) & (expert >= 0) & (expert < experts)
+    tl.store(routing_ptr + tl.load(ep_ptr + FIRST_K) + row, tl.min(tl.where(here, k, K_LANES)))
     tl.store(idx_ptr + row * topk.to(tl.int64) + k, tl.where(here, expert, -1).to(tl.int64), mask=k < topk)
     if weights_ptr is not None:
         bits = tl.load(expert_ptr + topk + k, mask=k < topk, other=0)
@@ -179,7 +181,7 @@ def launch(buffer: Any, routing: torch.Tensor, out: Received, *, expand: bool, a
     k_lanes = triton.next_power_of_2(layout.topk)
     arguments = {
         "buffer_ptr": buffer.table,
-        "ep_ptr": buffer.ep_table,
+        "ep_ptr": buffer.ep_tables["rows" if out.scales is None else "fp8"],
         "routing_ptr": routing,
         "x_ptr": out.x.view(torch.int64),
         "scales_ptr": None if out.scales is None else out.scales.view(torch.int32),
@@ -199,7 +201,7 @@ def launch(buffer: Any, routing: torch.Tensor, out: Received, *, expand: bool, a
             ep_expand_kernel,
             layout.experts_per_rank,
             options,
-            ep_ptr=buffer.ep_table,
+            ep_ptr=buffer.ep_tables["rows"],
             routing_ptr=routing,
             idx_ptr=out.topk_idx,
             alignment=alignment,

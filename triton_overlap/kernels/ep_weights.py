@@ -72,7 +72,7 @@ def launch_gradient(
         buffer.group.backend.num_programs,
         {"num_warps": 4, "num_stages": 1},
         buffer_ptr=buffer.table,
-        ep_ptr=buffer.ep_table,
+        ep_ptr=buffer.ep_tables["rows"],
         routing_ptr=routing,
         grad_ptr=grad,
         y_ptr=y,

@@ -359,9 +359,14 @@ def rows_of(handle: EpHandle) -> tuple[int, int]:
 
 
 def check_expert_buffer(operation: str, buffer: ExpertBuffer | None) -> ExpertBuffer:
-    """``buffer``; TypeError unless it is an expert buffer."""
+    """``buffer``; TypeError unless it is an expert buffer, NotImplementedError unless calls on it have gradients."""
     if not isinstance(buffer, ExpertBuffer):
         raise TypeError(f"{operation}: buffer must be an ExpertBuffer, got an object of type {type(buffer).__name__}")
+    if not buffer.settings.allow_multiple_reduction:
+        raise NotImplementedError(
+            f"{operation}: gradients need a buffer with allow_multiple_reduction=True; without them call the buffer's "
+            "methods"
+        )
     return buffer
 
 
@@ -371,3 +376,4 @@ def check_handle(operation: str, handle: EpHandle) -> None:
         raise TypeError(
             f"{operation}: handle must be what a dispatch returned, got an object of type {type(handle).__name__}"
         )
+    check_expert_buffer(operation, handle.buffer)

@@ -2,7 +2,8 @@
 
 * The words of a put land in any order, whole; its source is read when a word lands, as late as may be.
 * The signal is added after the last word, and stands for this put's bytes alone.
-* Puts are tasks of their own, so nothing orders two of them.
+* Puts are tasks of their own, so nothing orders two of them, unless the ring asks for strong signals: then a put adds
+  to its signal after all earlier puts of this rank to the same peer have landed, and stands for them too.
 
 With the checker each put has clock slots of its own. A slot is used again only by a put whose sender already knows that
 the earlier one had ended: otherwise a signal would seem to stand for both.
@@ -18,7 +19,7 @@ import numpy as np
 from triton_overlap.errors import MemoryFaultError
 from triton_overlap.sim.happens_before import Actor, Clock
 from triton_overlap.sim.memory import Region, read_words
-from triton_overlap.sim.scheduler import Poll, Task
+from triton_overlap.sim.scheduler import Poll, Task, Wait
 
 if TYPE_CHECKING:
     from triton_overlap.sim.machine import Machine
@@ -61,7 +62,8 @@ class NetworkInterface(Task):
         rank: whose kernels fill the ring.
         copies: each rank's copy of the allocation.
         ring: the ring (comm/networks/simulated.py).
-        entry_words: int64 words of an entry; word 1 of the ring is its depth in entries.
+        entry_words: int64 words of an entry; word 1 of the ring is its depth in entries, word 2 whether signals are
+            strong.
     """
 
     def __init__(self, machine: Machine, rank: int, copies: list[Region], ring: Region, entry_words: int) -> None:
@@ -70,7 +72,10 @@ class NetworkInterface(Task):
         self.copies = copies
         self._ring = ring
         self._entry_words = entry_words
-        self._depth = int(read_words(np.array([ring.start + 8], dtype=np.uint64), _INT64)[0])
+        depth, strong = read_words(np.array([ring.start + 8, ring.start + 16], dtype=np.uint64), _INT64)
+        self._depth = int(depth)
+        #: By peer, the last put to it, where signals are strong.
+        self._last: dict[int, Flight] | None = {} if strong else None
         self._taken = 0
         self._lanes: list[_Lane] = []
         self.actor: Actor | None = None
@@ -92,7 +97,11 @@ class NetworkInterface(Task):
         order = PutOrder(*machine.accesses.read_words(self, self._ring, entry + 8, 5, "hand-off ring"))
         self._check(order)
         self._taken += 1
-        machine.scheduler.spawn(Flight(machine, self, order, self._taken))
+        flight = Flight(machine, self, order, self._taken)
+        if self._last is not None:
+            flight.follows = self._last.get(order.peer)
+            self._last[order.peer] = flight
+        machine.scheduler.spawn(flight)
 
     def _check(self, order: PutOrder) -> None:
         own, peer = self.copies[self.rank], self.copies[order.peer]
@@ -129,6 +138,8 @@ class Flight(Task):
         machine.rng.shuffle(words)
         count = min(len(words), machine.rng.choice(_PIECES))
         self._pieces = [np.array(words[index::count], dtype=np.uint64) for index in range(count)]
+        #: The put whose signal comes before this one's.
+        self.follows: Flight | None = None
         self.actor: Actor | None = None
         self._lane: _Lane | None = None
         if interface.actor is not None:
@@ -154,6 +165,14 @@ class Flight(Task):
             target = (self._target, self._target.start + order.target)
             accesses.land_words(self, source, target, self._pieces.pop(), "put")
             return
+        if self.follows is not None:
+            earlier = self.follows
+            if not earlier.done:
+                self.wait = Wait(lambda: earlier.done, f"{earlier.name}, whose signal comes first")
+                return
+            if self.actor is not None and earlier.actor is not None:
+                self.actor.clock.join(earlier.actor.clock)
+            self.follows = None
         if self.actor is not None and self._lane is not None:
             moments = (self.actor.plain(), self.actor.atomic(False))
             self._lane.ended = [(slot, moment) for moment, slot in moments]

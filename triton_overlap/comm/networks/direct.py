@@ -1,7 +1,7 @@
 """The ``direct`` network: stores into the peer's memory and an addition at system scope, over NVLink or shared memory.
 
-The program that puts does the copy itself. All its stores are ordered before the addition, and additions of earlier
-puts by *other* programs are not: signals are weak here too.
+The program that puts does the copy itself, and the addition releases all that it has stored: so its signals are strong
+for the puts of one program. Another program's are not ordered by them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DirectNetwork:
     """See the module's page."""
 
     name = "direct"
-    properties = NetworkProperties(strong_signals=False, signals_anywhere=True)
+    properties = NetworkProperties(strong_signals=True, signals_anywhere=True)
     put = staticmethod(put)
 
     def attach(self, group: Group, memory: SymmetricMemory, max_puts: int) -> int:

@@ -1,9 +1,11 @@
 """The ``simulated`` network: a hand-off ring that a task of the simulator empties, landing puts in any allowed order.
 
-The ring is int64 words in local memory: word 0 counts tickets, and the entry of ticket i is the ENTRY_WORDS words from
-``ENTRY_WORDS * (1 + i % depth)``: i + 1, peer, source, target, num_bytes, signal. The first word is written last, with
-release. A ring as deep as the puts that can be under way needs no check for room: before the entry of ticket i is
-written again, the put of ticket i has raised its signal, and whoever starts the next call knows that.
+The ring is int64 words in local memory: word 0 counts tickets, word 1 is the depth, word 2 is 1 where signals are
+strong: then a put adds to its signal after all earlier puts to the peer have landed. The entry of ticket i is the
+ENTRY_WORDS words from ``ENTRY_WORDS * (1 + i % depth)``: i + 1, peer, source, target, num_bytes, signal. The first word
+is written last, with release. A ring as deep as the puts that can be under way needs no check for room: before the
+entry of ticket i is written again, the put of ticket i has raised its signal, and whoever starts the next call knows
+that.
 """
 
 from __future__ import annotations
@@ -42,11 +44,13 @@ def put(buffer_ptr, peer, source, target, num_bytes, signal):
 
 
 class SimulatedNetwork:
-    """See the module's page. Its signals are weak, and lie anywhere."""
+    """See the module's page. Its signals lie anywhere."""
 
-    name = "simulated"
-    properties = NetworkProperties(strong_signals=False, signals_anywhere=True)
     put = staticmethod(put)
+
+    def __init__(self, strong_signals: bool = False) -> None:
+        self.name = "simulated_strong" if strong_signals else "simulated"
+        self.properties = NetworkProperties(strong_signals=strong_signals, signals_anywhere=True)
 
     def attach(self, group: Group, memory: SymmetricMemory, max_puts: int) -> int:
         """A ring of ``max_puts`` entries, and the task that empties it. ``BackendError`` outside the simulator."""
@@ -56,6 +60,7 @@ class SimulatedNetwork:
                 self.name, f"it needs the simulator, and the backend is {group.backend.name!r}; use triton_overlap.sim"
             )
         self._ring = group.backend.local_zeros((1 + max_puts) * ENTRY_WORDS * 8)
-        self._ring.view(torch.int64)[1] = max_puts
+        ring = self._ring.view(torch.int64)
+        ring[1], ring[2] = max_puts, int(self.properties.strong_signals)
         start_network(memory, self._ring, ENTRY_WORDS)
         return self._ring.data_ptr()

@@ -1,0 +1,437 @@
+"""The buffer of expert parallelism: construction, dispatch and combine.
+
+Shape ledger (T tokens of a rank, K experts a token, R received rows, H hidden)::
+
+    dispatch   x [T, H], topk_idx [T, K]  ->  recv_x [R, H], recv_topk_idx [R, K], recv_topk_weights [R, K]
+               expanded                   ->  recv_x [sum over local experts of rows, each group padded, H]
+    combine    y like recv_x              ->  out [T, H]
+
+Ranks form scale-out x scale-up; see ``docs/expert_parallel.md`` for the protocol and its argument.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..comm.backend import SymmetricMemory
+from ..comm.group import Group
+from ..comm.network import check_requirements, create_network
+from ..comm.signals import Operation, operation_code
+from ..errors import ClosedError
+from ..kernels import ep_combine, ep_dispatch, ep_route, ep_unpack
+from ..kernels.ep_dispatch import Payload
+from ..kernels.ep_partials import Partials
+from .handle import EpHandle
+from .memory import EpMemory
+from .rules import check_combine, check_combine_weights, check_dispatch
+from .settings import KERNEL_NEEDS, Settings
+from .streams import calling_stream
+
+_handles = itertools.count()
+_by_handle: weakref.WeakValueDictionary[str, ExpertBuffer] = weakref.WeakValueDictionary()
+
+
+class ExpertBuffer:
+    """Symmetric memory and routing for expert parallelism. Construction is collective.
+
+    Args:
+        group: the ranks; expert e lives on rank ``e // (num_experts // world_size)``.
+        num_max_tokens_per_rank: the most tokens a rank dispatches in a call. Every call may have fewer, also none.
+        hidden: columns of a row.
+        num_topk: experts of a token.
+        num_experts: of all ranks together.
+        dtype: of rows, bfloat16, float16 or float32. fp8 rows with scales go through the same buffer.
+        use_fp8_dispatch: room for scale factors, one float32 for every 128 columns.
+        allow_hybrid_mode: False refuses a topology with more than one scale-out rank.
+        allow_multiple_reduction: False: a combine sums and weights nothing before the source has all of it. Partial
+            results of a token then come back one for each of its experts (expanded rows), or one for each rank that
+            hosts some (other rows), in the dtype of the rows, and are summed in fp32. Takes K times the symmetric
+            memory of a combine.
+        num_scale_up: ranks that reach each other by stores; by default all of them. Divides the world size; consecutive
+            ranks are scale-up peers.
+        network: how scale-out peers are reached: ``"direct"``, ``"simulated"`` or ``"simulated_strong"``.
+        kernel: ``"unordered"``, or ``"ordered"``, which a network must have strong signals for; by default
+            ``EP_HYBRID_KERNEL``, else unordered.
+        num_allocated_qps: communication contexts, 2 to 17.
+        num_sms, channels_per_sm: channels are their product; 0 for a default.
+        deterministic: accepted: results never depend on the order of arrival.
+        min_tokens_per_part, num_sub_parts, min_sub_tokens, arch_min_sub_tokens: see ``ep_geometry.plan``; None takes
+            the environment's.
+
+    Raises:
+        ValueError: a rule is broken; the message names it.
+        BackendError: the network cannot run here.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int,
+        num_experts: int,
+        dtype: torch.dtype = torch.bfloat16,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        num_scale_up: int | None = None,
+        network: str = "direct",
+        kernel: str | None = None,
+        num_allocated_qps: int = 11,
+        num_sms: int = 0,
+        channels_per_sm: int = 0,
+        deterministic: bool = False,
+        min_tokens_per_part: int | None = None,
+        num_sub_parts: int | None = None,
+        min_sub_tokens: int | None = None,
+        arch_min_sub_tokens: int | None = None,
+    ) -> None:
+        group.before_call()
+        on_gpu = group.device.type == "cuda"
+        self.settings = Settings.choose(
+            world_size=group.world_size,
+            num_max_tokens_per_rank=num_max_tokens_per_rank,
+            hidden=hidden,
+            num_topk=num_topk,
+            num_experts=num_experts,
+            dtype=dtype,
+            use_fp8_dispatch=use_fp8_dispatch,
+            allow_multiple_reduction=allow_multiple_reduction,
+            num_scale_up=num_scale_up,
+            kernel=kernel,
+            num_allocated_qps=num_allocated_qps,
+            num_sms=num_sms,
+            channels_per_sm=channels_per_sm,
+            capability=torch.cuda.get_device_capability(group.device)[0] if on_gpu else 0,
+            interpreted=group.backend.interpreted,
+            min_tokens_per_part=min_tokens_per_part,
+            num_sub_parts=num_sub_parts,
+            min_sub_tokens=min_sub_tokens,
+            arch_min_sub_tokens=arch_min_sub_tokens,
+        )
+        group.agree("settings of an expert buffer", (repr(self.settings), network))
+        if self.settings.num_scale_up < group.world_size and not allow_hybrid_mode:
+            raise ValueError(
+                f"{group.world_size} ranks with num_scale_up {num_scale_up} need allow_hybrid_mode, which is False"
+            )
+        self.group = group
+        self.hidden, self.num_topk, self.num_experts = hidden, num_topk, num_experts
+        self.dtype = dtype
+        self.kernel = self.settings.kernel
+        self.network = create_network(network)
+        check_requirements(self.kernel, KERNEL_NEEDS[self.kernel], self.network)
+        self.layout = self.settings.layout()
+        self.capacity_shape = (num_max_tokens_per_rank, hidden)
+        self.handle = f"expert_buffer_{next(_handles)}"
+        _by_handle[self.handle] = self
+        self.closed = False
+        self._memory = self._allocate(epoch=0)
+        group.adopt(self)
+
+    @staticmethod
+    def size_hint(world_size: int, **settings: Any) -> int:
+        """Symmetric bytes that a buffer registers on each rank of a GPU group: all that it holds beside a few tables.
+        Every rank could send all its tokens to one, so they grow with the world size.
+
+        Args:
+            settings: arguments of the constructor, but for the group, ``network``, ``allow_hybrid_mode`` and
+                ``deterministic``; the same are required.
+
+        Raises:
+            ValueError: a rule is broken; the message names it.
+        """
+        return Settings.choose(world_size=world_size, **settings).layout().num_bytes
+
+    def _allocate(self, epoch: int) -> EpMemory:
+        return EpMemory(self.group, self.layout, self.network, self.settings.knobs, epoch)
+
+    @property
+    def epoch(self) -> int:
+        """Of the last call, 0 before the first; waits for the device."""
+        return self._memory.epoch
+
+    @property
+    def memory(self) -> SymmetricMemory:
+        """The symmetric allocation."""
+        return self._memory.symmetric
+
+    @property
+    def table(self) -> torch.Tensor:
+        """int64, ``comm.layout.TableWord``, for kernels."""
+        return self._memory.table
+
+    @property
+    def ep_tables(self) -> dict[str, torch.Tensor]:
+        """int64, ``ep_layout.EpWord``, for kernels, by the format of the rows of a call."""
+        return self._memory.ep_tables
+
+    @property
+    def bases(self) -> torch.Tensor:
+        """int64 [num_signals], what this rank's signals held when the last call ended."""
+        return self._memory.bases
+
+    def renew(self, epoch: int) -> None:
+        """Collective, for ``group.recover``: fresh memory, going on from ``epoch``."""
+        self._memory.free()
+        self._memory = self._allocate(epoch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertBuffer:
+        # A copied module uses the same buffer: it is memory that ranks share, not the module's state.
+        return self
+
+    def close(self) -> None:
+        """Release the memory, once no rank uses it any more (``Group.close`` sees to that). Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self._memory.free()
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """What one collective call launches; it starts after the group's previous call, on whatever stream, and may be
+        captured, since epochs live on the device."""
+        self.group.before_call(capturable=True)
+        yield
+        self.group.record_call()
+        self.group.after_call()
+
+    def most_rows(self, *, expand: bool, expert_alignment: int = 1) -> int:
+        """Rows that a dispatch can receive at most: what it returns without ``cpu_sync``."""
+        layout = self.layout
+        tokens = layout.world_size * layout.max_tokens
+        if not expand:
+            return tokens
+        return tokens * layout.topk + layout.experts_per_rank * (expert_alignment - 1)
+
+    # ---- dispatch
+
+    def dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        handle: EpHandle | None = None,
+        expert_alignment: int = 1,
+        expand: bool = False,
+        zero_fill: bool = False,
+        cpu_sync: bool = True,
+        previous_event: Any = None,
+        async_op: bool = False,
+    ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor | None, EpHandle, Any]:
+        """Send each token to the ranks of its experts. Collective.
+
+        Args:
+            x: [T, hidden], the buffer's dtype, 0 <= T <= the maximum, or (float8_e4m3fn [T, hidden], float32 scales
+                [T, hidden / 128]).
+            topk_idx: int64 [T, K], -1 for no expert. With ``handle`` it is the handle's and must be None.
+            topk_weights: float32 [T, K].
+            handle: of an earlier dispatch: the same routing again, without counting.
+            expert_alignment: with ``expand``, each expert's group of rows is padded to a multiple.
+            expand: a row for each local expert of a token, grouped by expert; otherwise one row a token, in the order
+                of source rank and token.
+            zero_fill: zeros in the padding of ``expand``; otherwise it is left as it was.
+            cpu_sync: wait for the counts and return tensors of the right size; otherwise of the largest, with the
+                counts in ``handle.view("prefix")`` and ``handle.view("expert_counts")``.
+            previous_event: the call starts after it.
+            async_op: run beside the current stream, on one of the buffer's own, from ``previous_event`` on if that is
+                given, and return an event after the call; whoever uses the results waits for it.
+
+        Returns:
+            recv_x (with scales where x has them), recv_topk_idx int64 [R, K] of local experts or -1,
+            recv_topk_weights float32 [R, K] or None, the handle, and an event or None.
+
+        Raises:
+            ValueError: an argument breaks a rule; nothing was sent.
+            CommError: the ranks disagree, or one did not arrive in time.
+        """
+        rows, scales = x if isinstance(x, tuple) else (x, None)
+        if handle is not None and topk_idx is not None:
+            raise ValueError("topk_idx must be None with a handle, which has its own")
+        self._check_open()
+        if handle is not None:
+            self._check_handle(handle)
+            topk_idx = handle.topk_idx
+        if topk_idx is None:
+            raise ValueError("dispatch needs topk_idx or a handle")
+        payload = Payload(rows, scales, topk_idx, topk_weights)
+        # On a GPU the look would wait for the device; ids out of range then match no rank, and go nowhere.
+        check_dispatch(self.settings, payload, expert_alignment, look_at_ids=self.group.backend.interpreted)
+        counts = cpu_sync and (handle is None or handle.num_recv_tokens is None)
+        if counts and self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "dispatch: cpu_sync=True reads the counts of a routing from the device, which a captured graph cannot; "
+                "give cpu_sync=False, or a handle whose counts are known"
+            )
+        kind = Operation.EP_DISPATCH if handle is None else Operation.EP_CACHED_DISPATCH
+        with calling_stream(self.group.backend, previous_event, async_op) as stream:
+            stream.share(rows, scales, topk_idx, topk_weights, handle.routing if handle is not None else None)
+            with self._call():
+                if handle is None:
+                    found = self._route(topk_idx, expand, expert_alignment)
+                else:
+                    # Groups of another alignment need a map of their own.
+                    same = (handle.expand, handle.expert_alignment) == (expand, expert_alignment)
+                    found = replace(
+                        handle,
+                        routing=handle.routing if same else handle.routing.clone(),
+                        expand=expand,
+                        expert_alignment=expert_alignment,
+                        known_rows=handle.known_rows if same else None,
+                    )
+                ep_dispatch.launch(
+                    self,
+                    found.routing,
+                    replace(payload, topk_idx=found.topk_idx),
+                    operation=operation_code(kind, rows.dtype),
+                    counts=handle is None,
+                    partials=Partials.of(separate=self.layout.separate, expand=expand),
+                )
+            if counts:
+                found = self._with_counts(found)
+            received = self._unpack(found, payload, zero_fill)
+            self.group.record_call()
+            event = self.group.backend.record_event() if async_op else None
+        stream.give(received.x, received.scales, received.topk_idx, received.topk_weights, found.routing)
+        recv_x = received.x if received.scales is None else (received.x, received.scales)
+        return recv_x, received.topk_idx, received.topk_weights, found, event
+
+    def _route(self, topk_idx: torch.Tensor, expand: bool, expert_alignment: int) -> EpHandle:
+        """A handle with what this rank alone knows of the routing."""
+        routing = torch.empty(self.layout.routing_words, dtype=torch.int32, device=self.group.device)
+        topk_idx = topk_idx.clone(memory_format=torch.contiguous_format)
+        ep_route.launch(self.layout, self.ep_tables["rows"], routing, topk_idx)
+        return EpHandle(self, topk_idx, routing, None, None, expand, expert_alignment)
+
+    def _with_counts(self, handle: EpHandle) -> EpHandle:
+        counts = torch.cat([handle.view("prefix")[-1:], handle.view("expert_counts")]).tolist()
+        self.group.before_call()  # the copy has waited for the call: its failure, if any, is known
+        return replace(handle, num_recv_tokens=counts[0], num_recv_per_expert=counts[1:])
+
+    def _unpack(self, handle: EpHandle, payload: Payload, zero_fill: bool) -> ep_unpack.Received:
+        device = self.group.device
+        most = self.most_rows(expand=False)
+        num_rows = most if handle.num_recv_tokens is None else handle.num_recv_tokens
+        size = handle.num_rows
+        if size is None:
+            size = self.most_rows(expand=handle.expand, expert_alignment=handle.expert_alignment)
+        new = torch.zeros if zero_fill and handle.expand else torch.empty
+        scales = payload.scales
+        out = ep_unpack.Received(
+            x=new(size, self.hidden, dtype=payload.rows.dtype, device=device),
+            scales=None if scales is None else new(size, scales.shape[1], dtype=scales.dtype, device=device),
+            topk_idx=torch.empty(num_rows, self.num_topk, dtype=torch.int64, device=device),
+            topk_weights=None
+            if payload.topk_weights is None
+            else torch.empty(num_rows, self.num_topk, dtype=torch.float32, device=device),
+        )
+        ep_unpack.launch(self, handle.routing, out, expand=handle.expand, alignment=handle.expert_alignment)
+        return out
+
+    # ---- combine
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        handle: EpHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        *,
+        previous_event: Any = None,
+        async_op: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
+        """Bring back and sum what the experts made of each token. Collective.
+
+        Args:
+            y: [R, hidden], or the expanded rows, as the dispatch of ``handle`` returned them; the buffer's dtype.
+            handle: of the dispatch.
+            topk_weights: expanded rows: float32 [R, K] as they were received, and each row is multiplied by its weight
+                before rows are summed; without ``allow_multiple_reduction``, float32 [T, K], the source's own. Other
+                rows: float32 [R, K], summed over ranks into ``out_weights``, as the gradient of a dispatch needs.
+            bias: up to two tensors [T, hidden] that are added.
+            previous_event: the call starts after it.
+            async_op: run beside the current stream, on one of the buffer's own, from ``previous_event`` on if that is
+                given, and return an event after the call; whoever uses the results waits for it.
+
+        Returns:
+            out [T, hidden], out_weights float32 [T, K] or None, and an event or None. A token without any expert has
+            zeros, or its biases.
+
+        Raises:
+            ValueError: an argument breaks a rule; nothing was sent.
+            CommError: the ranks disagree, or one did not arrive in time.
+        """
+        self._check_handle(handle)
+        biases = () if bias is None else (bias,) if isinstance(bias, torch.Tensor) else tuple(bias)
+        check_combine(self.settings, y, handle, topk_weights, biases)
+        with calling_stream(self.group.backend, previous_event, async_op) as stream:
+            stream.share(y, topk_weights, *biases, handle.routing)
+            weights = None if topk_weights is None else topk_weights.contiguous()
+            out = self._combined("rows", y.contiguous(), handle, weights if handle.expand else None, biases)
+            out_weights = None
+            if weights is not None and not handle.expand:
+                out_weights = self.combine_weights(weights, handle)
+            event = self.group.backend.record_event() if async_op else None
+        stream.give(out, out_weights)
+        return out, out_weights, event
+
+    def combine_weights(self, topk_weights: torch.Tensor, handle: EpHandle) -> torch.Tensor:
+        """Sum ``topk_weights`` float32 [R, K], whether ``handle`` is expanded or not, over the ranks of each token:
+        [T, K]. Collective.
+
+        Raises:
+            ValueError: an argument breaks a rule; without ``allow_multiple_reduction`` the handle must not be expanded.
+        """
+        self._check_handle(handle)
+        check_combine_weights(self.settings, topk_weights, handle)
+        # They are rows of K columns: the same kernel sums them.
+        return self._combined("weights", topk_weights.contiguous(), replace(handle, expand=False), None, ())
+
+    def _combined(
+        self,
+        form: str,
+        y: torch.Tensor,
+        handle: EpHandle,
+        weights: torch.Tensor | None,
+        biases: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        out = torch.empty(handle.topk_idx.shape[0], y.shape[1], dtype=y.dtype, device=y.device)
+        with self._call():
+            ep_combine.launch(
+                self,
+                handle.routing,
+                y,
+                weights,
+                tuple(bias.contiguous() for bias in biases),
+                out,
+                operation=operation_code(Operation.EP_COMBINE, y.dtype),
+                expand=handle.expand,
+                form=form,
+            )
+        return out
+
+    # ---- rules
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"{self.handle} is closed; make a new ExpertBuffer")
+
+    def _check_handle(self, handle: EpHandle) -> None:
+        self._check_open()
+        if handle.buffer is not self:
+            raise ValueError(f"the handle is of {handle.buffer.handle}, not of this buffer, {self.handle}")
+
+
+def expert_buffer_by_handle(handle: str) -> ExpertBuffer:
+    """The live expert buffer with this handle (``ExpertBuffer.handle``)."""
+    try:
+        return _by_handle[handle]
+    except KeyError:
+        raise ClosedError(f"no open expert buffer has the handle {handle!r}") from None

@@ -1,0 +1,150 @@
+"""What an expert buffer is made from, the rules of these settings, and the layout that follows from them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from ..comm.network import NetworkProperties
+from ..kernels.ep_geometry import Knobs, check_scale_out, plan
+from ..kernels.ep_layout import EpLayout
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Columns of a row that share a scale factor.
+SCALE_COLUMNS = 128
+_MAX_TOPK = 32
+#: Slots of a channel that ordered kernels have for each scale-out rank.
+_RING_DEPTH = 1024
+
+#: What each variant of the kernels needs of a network.
+KERNEL_NEEDS = {
+    "unordered": NetworkProperties(),
+    "ordered": NetworkProperties(strong_signals=True, signals_anywhere=True),
+}
+
+
+def choose_kernel(given: str | None) -> str:
+    """The variant of the kernels: as given, else ``EP_HYBRID_KERNEL``, else unordered.
+
+    Raises:
+        ValueError: there is no such variant.
+    """
+    kernel = given or os.environ.get("EP_HYBRID_KERNEL", "unordered")
+    if kernel not in KERNEL_NEEDS:
+        source = "kernel" if given else "EP_HYBRID_KERNEL"
+        raise ValueError(f'{source} must be "unordered" or "ordered", got {kernel!r}')
+    return kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What an expert buffer is made from: the arguments of ``ExpertBuffer`` of the same names, all of them chosen."""
+
+    world_size: int
+    num_scale_up: int
+    num_max_tokens_per_rank: int
+    hidden: int
+    num_topk: int
+    num_experts: int
+    dtype: torch.dtype
+    use_fp8_dispatch: bool
+    allow_multiple_reduction: bool
+    num_allocated_qps: int
+    num_sms: int
+    channels_per_sm: int
+    knobs: Knobs
+    kernel: str
+
+    @staticmethod
+    def choose(
+        *,
+        world_size: int,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int,
+        num_experts: int,
+        dtype: torch.dtype = torch.bfloat16,
+        use_fp8_dispatch: bool = False,
+        allow_multiple_reduction: bool = True,
+        num_scale_up: int | None = None,
+        kernel: str | None = None,
+        num_allocated_qps: int = 11,
+        num_sms: int = 0,
+        channels_per_sm: int = 0,
+        capability: int = 0,
+        interpreted: bool = False,
+        **knobs: int | None,
+    ) -> Settings:
+        """Settings with a choice for whatever is left open; ``knobs`` are arguments of ``ep_geometry.Knobs.choose``.
+
+        Args:
+            capability: major compute capability of the device.
+            interpreted: kernels run under Triton's interpreter.
+        """
+        return Settings(
+            world_size=world_size,
+            num_scale_up=world_size if num_scale_up is None else num_scale_up,
+            num_max_tokens_per_rank=num_max_tokens_per_rank,
+            hidden=hidden,
+            num_topk=num_topk,
+            num_experts=num_experts,
+            dtype=dtype,
+            use_fp8_dispatch=use_fp8_dispatch,
+            allow_multiple_reduction=allow_multiple_reduction,
+            num_allocated_qps=num_allocated_qps,
+            num_sms=num_sms or (1 if interpreted else 24),
+            channels_per_sm=channels_per_sm or (2 if interpreted else 4),
+            knobs=Knobs.choose(**knobs, capability=capability),
+            kernel=choose_kernel(kernel),
+        )
+
+    def check(self) -> None:
+        """``ValueError`` where a rule is broken; it names the rule, what was given and what is allowed."""
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {self.dtype}")
+        if self.num_scale_up < 1 or self.world_size % self.num_scale_up:
+            raise ValueError(f"num_scale_up must divide the {self.world_size} ranks, got {self.num_scale_up}")
+        if self.num_experts < 1 or self.num_experts % self.world_size:
+            raise ValueError(f"num_experts must be divisible by the {self.world_size} ranks, got {self.num_experts}")
+        most = min(_MAX_TOPK, self.num_experts)
+        if not 1 <= self.num_topk <= most:
+            raise ValueError(f"num_topk must be 1 to {most}, got {self.num_topk}")
+        narrowest = 1 if self.use_fp8_dispatch else self.dtype.itemsize
+        if self.hidden < 1 or self.hidden * narrowest % 32:
+            raise ValueError(f"a row must be a multiple of 32 bytes, got {self.hidden} columns of {narrowest} bytes")
+        check_scale_out(self.world_size // self.num_scale_up, self.num_allocated_qps)
+
+    def layout(self) -> EpLayout:
+        """The layout of a buffer with these settings; ``ValueError`` as :meth:`check`."""
+        self.check()
+        geometry = plan(
+            self.num_max_tokens_per_rank,
+            self.num_sms,
+            self.channels_per_sm,
+            self.num_allocated_qps,
+            min_tokens_per_part=self.knobs.min_tokens_per_part,
+            num_sub_parts=self.knobs.num_sub_parts,
+            min_sub_tokens=self.knobs.min_sub_tokens,
+            arch_min_sub_tokens=self.knobs.arch_min_sub_tokens,
+        )
+        ordered = self.kernel == "ordered"
+        if ordered and geometry.slots_per_channel > _RING_DEPTH:
+            raise ValueError(
+                f"ordered kernels have rings of {_RING_DEPTH} slots, and a channel here needs "
+                f"{geometry.slots_per_channel}; use more num_sms or channels_per_sm, or the unordered kernels"
+            )
+        return EpLayout(
+            num_scale_out=self.world_size // self.num_scale_up,
+            num_scale_up=self.num_scale_up,
+            max_tokens=self.num_max_tokens_per_rank,
+            topk=self.num_topk,
+            experts_per_rank=self.num_experts // self.world_size,
+            row_bytes=self.hidden * self.dtype.itemsize,
+            fp8_row_bytes=self.hidden if self.use_fp8_dispatch else 0,
+            scale_bytes=4 * -(-self.hidden // SCALE_COLUMNS) if self.use_fp8_dispatch else 0,
+            geometry=geometry,
+            separate=not self.allow_multiple_reduction,
+            ordered=ordered,
+        )

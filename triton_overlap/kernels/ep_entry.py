@@ -1,0 +1,160 @@
+"""The opening of an expert-parallel call: its first task, and the barrier after which all ranks are in the call."""
+
+import triton
+import triton.language as tl
+
+from ..comm.device import (
+    AT_SIGNAL,
+    HEADER_WORDS,
+    RANK,
+    claim_task,
+    compare_header,
+    failure_noticed,
+    header_words,
+    send_header,
+    wait_header,
+    wait_signal,
+)
+from .ep_slots import (
+    COUNT_LANES,
+    COUNTS,
+    EXPERTS,
+    HELLO_IN,
+    HELLO_OUT,
+    HELLO_SIGNALS,
+    SCALE_OUT,
+    SCALE_UP,
+    SENT_COUNTS,
+    base_ptr,
+    copy_words,
+    number,
+    words_at,
+)
+
+
+@triton.jit
+def open_expert_call(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, counts, tasks, PUT: tl.constexpr):
+    """Every program's way into a call of ``tasks`` tasks. Returns ok, and the first task after 0 that it claimed.
+
+    Whoever claims task 0 tells every rank that this one is in the call; a program that has found work waits until all
+    ranks are.
+    """
+    ok = tl.full((), 1, tl.int32)
+    task = claim_task(buffer_ptr)
+    if task == 0:
+        if failure_noticed(buffer_ptr) == 0:
+            ok = enter_call(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, counts, PUT)
+        else:
+            ok = tl.full((), 0, tl.int32)
+        task = claim_task(buffer_ptr)
+    if (ok == 1) & (task < tasks):
+        ok = wait_entered(buffer_ptr, ep_ptr, epoch, operation)
+    return ok, task
+
+
+@triton.jit
+def enter_call(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, counts, PUT: tl.constexpr):
+    """The first task of a call: tell every rank that this one is in it, and pass on what scale-out peers say.
+
+    First the scale-out peers of the same scale-up index, by one put each; then, after theirs have come, the scale-up
+    peers: so whoever has the headers of its scale-up peers, and its own, knows that all ranks have entered. With
+    ``counts`` the puts carry the rows that this rank sends to each rank there. Returns 1, or 0 after a failure.
+    """
+    rank = tl.load(buffer_ptr + RANK).to(tl.int32)
+    scale_out, scale_up = number(ep_ptr, SCALE_OUT), number(ep_ptr, SCALE_UP)
+    own_out, own_up = rank // scale_up, rank % scale_up
+    count_words = number(ep_ptr, EXPERTS) + 1
+    hello_words = scale_up * count_words + HEADER_WORDS
+    parity = epoch & 1
+    lane = tl.arange(0, HEADER_WORDS)
+    header = header_words(epoch, 0, 0, 0, operation)
+    for step in range(1, scale_out):
+        peer_out = (own_out + step) % scale_out
+        out = tl.load(ep_ptr + HELLO_OUT) + (parity * scale_out + peer_out).to(tl.int64) * hello_words * 8
+        into = tl.load(ep_ptr + HELLO_IN) + (parity * scale_out + own_out).to(tl.int64) * hello_words * 8
+        out_ptr = words_at(buffer_ptr, rank, out)
+        tl.store(out_ptr + lane, header)
+        num_bytes = tl.full((), 8 * HEADER_WORDS, tl.int64)
+        if counts != 0:
+            first = peer_out * scale_up * count_words
+            _widen(routing_ptr + tl.load(ep_ptr + SENT_COUNTS) + first, out_ptr + HEADER_WORDS, scale_up * count_words)
+            num_bytes = hello_words.to(tl.int64) * 8
+        signal = tl.load(ep_ptr + HELLO_SIGNALS) + own_out.to(tl.int64) * 8
+        PUT(buffer_ptr, peer_out * scale_up + own_up, out, into, num_bytes, signal)
+    ok = tl.full((), 1, tl.int32)
+    for step in range(1, scale_out):
+        if ok == 1:
+            ok = _hear(buffer_ptr, ep_ptr, (own_out + step) % scale_out, epoch, operation, header)
+    if ok == 1:
+        for step in range(scale_up):
+            peer_up = (own_up + step) % scale_up
+            peer = own_out * scale_up + peer_up
+            if counts != 0:
+                _relay(buffer_ptr, ep_ptr, routing_ptr, peer, peer_up, parity, count_words, hello_words)
+            tl.debug_barrier()
+            send_header(buffer_ptr, peer, epoch, 0, 0, 0, operation)
+    return ok
+
+
+@triton.jit
+def _widen(source_ptr, target_ptr, count):
+    """Copy ``count`` int32 to int64."""
+    lane = tl.arange(0, COUNT_LANES)
+    for start in range(0, count, COUNT_LANES):
+        mask = start + lane < count
+        tl.store(target_ptr + start + lane, tl.load(source_ptr + start + lane, mask=mask).to(tl.int64), mask=mask)
+
+
+@triton.jit
+def _hear(buffer_ptr, ep_ptr, source_out, epoch, operation, header):
+    """Wait until the peer in ``source_out`` is in this call, and compare its header."""
+    rank = tl.load(buffer_ptr + RANK).to(tl.int32)
+    scale_out, scale_up = number(ep_ptr, SCALE_OUT), number(ep_ptr, SCALE_UP)
+    peer = source_out * scale_up + rank % scale_up
+    signal = tl.load(ep_ptr + HELLO_SIGNALS) + source_out.to(tl.int64) * 8
+    # One addition a call, so the base moves on by one, here: nobody else reads it.
+    base = base_ptr(ep_ptr, signal)
+    target = tl.load(base) + 1
+    ok = wait_signal(
+        buffer_ptr, words_at(buffer_ptr, rank, signal), target, epoch, operation, AT_SIGNAL, peer, source_out
+    )
+    tl.store(base, target)
+    if ok == 1:
+        hello_words = scale_up * (number(ep_ptr, EXPERTS) + 1) + HEADER_WORDS
+        row = ((epoch & 1) * scale_out + source_out).to(tl.int64)
+        hello = words_at(buffer_ptr, rank, tl.load(ep_ptr + HELLO_IN) + row * hello_words * 8)
+        seen = tl.load(hello + tl.arange(0, HEADER_WORDS))
+        ok = compare_header(buffer_ptr, peer, epoch, header, seen, operation)
+    return ok
+
+
+@triton.jit
+def _relay(buffer_ptr, ep_ptr, routing_ptr, peer, peer_up, parity, count_words, hello_words):
+    """Store in ``peer``'s counts what this rank, and its scale-out peers through it, will send there."""
+    rank = tl.load(buffer_ptr + RANK).to(tl.int32)
+    scale_out, scale_up = number(ep_ptr, SCALE_OUT), number(ep_ptr, SCALE_UP)
+    for source_out in range(scale_out):
+        row = (parity * scale_out * scale_up + source_out * scale_up + rank % scale_up).to(tl.int64)
+        target_ptr = words_at(buffer_ptr, peer, tl.load(ep_ptr + COUNTS) + row * count_words * 8)
+        if source_out == rank // scale_up:
+            own = routing_ptr + tl.load(ep_ptr + SENT_COUNTS) + peer * count_words
+            _widen(own, target_ptr, count_words)
+        else:
+            hello = tl.load(ep_ptr + HELLO_IN) + (parity * scale_out + source_out).to(tl.int64) * hello_words * 8
+            source_ptr = words_at(buffer_ptr, rank, hello) + HEADER_WORDS + peer_up * count_words
+            copy_words(source_ptr, target_ptr, count_words)
+
+
+@triton.jit
+def wait_entered(buffer_ptr, ep_ptr, epoch, operation):
+    """Wait until every rank is in this call. Returns 1, or 0 after a failure."""
+    rank = tl.load(buffer_ptr + RANK).to(tl.int32)
+    scale_up = number(ep_ptr, SCALE_UP)
+    first = rank // scale_up * scale_up
+    ok = tl.full((), 1, tl.int32)
+    for step in range(scale_up):
+        if ok == 1:
+            ok = wait_header(buffer_ptr, first + (rank + step) % scale_up, epoch, 0, 0, 0, operation)
+    # The headers were acquired by lanes; what came before them is for every thread.
+    tl.debug_barrier()
+    return ok
