@@ -28,6 +28,7 @@ from .errors import (
     TritonOverlapError,
 )
 from .expert_buffer import EpHandle, ExpertBuffer
+from .kernels.choose import Explanation
 from .kernels.launching import specializations
 from .kernels.methods import Method
 from .kernels.tables import Table
@@ -76,6 +77,7 @@ __all__ = [
     "Effort",
     "EpHandle",
     "ExpertBuffer",
+    "Explanation",
     "GemmMethods",
     "Group",
     "GroupBrokenError",

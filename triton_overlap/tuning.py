@@ -157,6 +157,8 @@ def load_table(path: str | Path, *, group: Group) -> Table:
         ValueError: on every rank, where the file cannot be read, is no table, has another version, or is for other
             devices or another group size.
     """
+    if not isinstance(path, (str, Path)):
+        raise TypeError(f"load_table: path must be a str or a Path, got {path!r}")
     table = _from_rank_0(group, lambda: Table.load(Path(path)))
     choices_of(group).load(table)
     return table
@@ -380,13 +382,15 @@ def _about(group: Group, effort: Effort, measured: int, asked: int) -> dict[str,
 
 
 def _from_rank_0(group: Group, make: Callable[[], _T]) -> _T:
-    """Collective: what ``make`` returns on rank 0. Its ValueError or OSError is a ValueError on every rank."""
+    """Collective: what ``make`` returns on rank 0. An error there is a ValueError on every rank, which wait for it."""
     mine: tuple[Any, str | None] = (None, None)
     if group.rank == 0:
         try:
             mine = (make(), None)
         except (OSError, ValueError) as error:
             mine = (None, str(error))
+        except Exception as error:  # noqa: BLE001  # raised below, on every rank
+            mine = (None, f"{type(error).__name__} on rank 0: {error}")
     value, problem = group.all_gather_object(mine)[0]
     if problem is not None:
         raise ValueError(problem)

@@ -10,6 +10,7 @@ import torch
 
 import triton_overlap as to
 from triton_overlap.comm.group import Group
+from triton_overlap.comm.layout import StateWord
 from triton_overlap.comm.user_buffers import UserBuffer
 from triton_overlap.kernels import (
     all_gather,
@@ -19,6 +20,7 @@ from triton_overlap.kernels import (
     reduce_scatter,
     weight_gradient,
 )
+from triton_overlap.kernels.epilogue import Epilogue
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,42 @@ def graph_survives_recovery(group: Group) -> None:
             captured.replay()
             group.check()
             check_against_host_count(results, plain, static, rows * world_size, world_size)
+
+
+def wrapped_epochs(group: Group) -> None:
+    """Calls before and after the epoch on the device has wrapped, and recovery there."""
+    problem, world_size = Problem(rows=4, k=32, n=16, dtype=torch.float32), group.world_size
+    counted, plain = (Kernels(group, problem, device_count=device_count) for device_count in (True, False))
+    count = torch.zeros((), dtype=torch.int32, device=group.device)
+    for buffer in (counted.gather_buffer, counted.scatter_buffer):
+        buffer._state[StateWord.EPOCH] = 0x7FFFFFFC  # the gathers' buffer sees three calls a round
+    group.backend.synchronize()
+    group.barrier()
+    for seed, rows in enumerate((4, 1, 3)):
+        given = inputs(group, problem, seed)
+        count.fill_(rows * world_size)
+        check_against_host_count(counted(given, count), plain, given, rows * world_size, world_size)
+    assert int(counted.gather_buffer._state[StateWord.EPOCH]) == 0x7FFFFFFC + 9 - 0x7FFFFFFE
+    assert int(counted.scatter_buffer._state[StateWord.EPOCH]) == 1
+
+
+def failed_outputs(group: Group) -> None:
+    """After a count that a rule forbids, every output is NaN as a whole, in memory that held something else."""
+    problem = Problem(rows=4, k=32, n=16, dtype=torch.float32)
+    counted, given = Kernels(group, problem, device_count=True), inputs(group, problem, 0)
+    count = torch.zeros((), dtype=torch.int32, device=group.device)
+    product = torch.zeros(4 * group.world_size, 16, device=group.device)
+    group.check_mode = "async"
+    group._raise_failure = lambda: None  # type: ignore[method-assign]  # as a host that is far ahead
+    results = counted(given, count)
+    epilogue = Epilogue("gelu_tanh", False, product)
+    results["activation"] = all_gather_matmul.launch(
+        counted.gather_buffer, given.x, given.b, epilogue=epilogue, active_tokens=count
+    )
+    results["product"] = product
+    del results["weight_gradient"]  # of this rank alone
+    for name, result in results.items():
+        assert result.isnan().all(), name
 
 
 def modes(group: Group) -> None:

@@ -212,6 +212,8 @@ def test_one_count_of_each_class_within_the_capacity(counts: list[int], rows_a_r
 def test_it_says_once_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "triton_overlap.choose")
     by = choices(TABLE)
+    by.explain(GATHER, torch.bfloat16, 4096, 8192, 128)
+    assert not caplog.records, "nothing was chosen for a call yet"
     for tokens in (128, 4096):
         chosen(tokens, by=by)
     chosen(128, n=512, by=by)
@@ -283,6 +285,9 @@ def test_tables_survive_a_file(tmp_path: Path) -> None:
     [
         ({"format": 99}, "a table of format 99, this version reads 1; measure it again"),
         ({"format": None}, "format None"),
+        ({"format": True}, "format True"),
+        ({"about": None}, "about a mapping, got .*None"),
+        ({"rows": [{**vars(row(8, "fused")), "times_ms": {"fused": 10**400}}]}, "must be positive milliseconds"),
         ({"rows": 3}, "must have device, world_size, about and a list of rows"),
         ({"world_size": 0}, "world_size must be a whole number of at least 1, got 0"),
         ({"rows": [{"operation": GATHER}]}, "row 0: .*missing"),
@@ -307,7 +312,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text("no json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
     (tmp_path / "list.json").write_text("[]")
-    for name in ("missing.json", "text.json", "bytes.json"):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for name in ("missing.json", "text.json", "bytes.json", "deep.json"):
         with pytest.raises(ValueError, match=f"{name}: cannot be read as a table of methods"):
             Table.load(tmp_path / name)
     with pytest.raises(ValueError, match=r"list.json: not a table of methods; `python -m triton_overlap.bench tune`"):

@@ -50,6 +50,15 @@ def test_errors_in_simulator() -> None:
     to.sim.World(2, seed=1).run(lambda group: count_bodies.broken_rules(group, 2))
 
 
+def test_epochs_wrap() -> None:
+    to.sim.World(2, seed=2).run(count_bodies.wrapped_epochs)
+
+
+def test_failed_outputs_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # what tests make NaN is as zero here
+    to.sim.World(2, seed=3).run(count_bodies.failed_outputs)
+
+
 @pytest.mark.parametrize("problem", (ALIGNED, ODD), ids=("aligned", "unaligned"))
 def test_values_on_rank_processes(problem: Problem) -> None:
     on_ranks(Ranks(2), count_bodies.values, problem, [problem.rows, 1, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -290,7 +291,10 @@ def refusals(group: to.Group, case: Case) -> None:
             ({**column, **BULK, "save_gathered_input": True}, "ub_bulk_dgrad has nothing to gather"),
             ({"parallel_mode": "row", "save_gathered_input": False}, "save_gathered_input is for parallel_mode="),
             ({**fc1, "params_dtype": torch.float16}, rf"needs .*float16.*registered fc1_fprop with \[{capacity}, .*32"),
-            ({**fc1, "max_tokens": 2 * capacity}, f"needs a buffer of .{2 * capacity}, .*register that much there"),
+            (
+                {**fc1, "max_tokens": 2 * capacity},
+                f"needs a buffer of .{2 * capacity}, .*give initialize_ub this shape",
+            ),
         ]
         for settings, words in wrong:
             with pytest.raises(ValueError, match=words):
@@ -365,3 +369,68 @@ def separated_groups(case: Case, dtype: torch.dtype) -> None:
     for group in reversed(groups):
         to.destroy_ub(group=group)
         group.close()
+
+
+def buffers_made_again(group: to.Group) -> None:
+    """A layer keeps its own communicator when others of the same names come and go on the same buffer."""
+    world_size = group.world_size
+    shape = [4 * world_size, 16]
+    to.initialize_ub(shape, world_size, dtype=torch.float32, group=group)
+    layer = to.nn.Linear(
+        16,
+        8,
+        parallel_mode="column",
+        sequence_parallel=True,
+        ub_overlap_ag=True,
+        ub_name="fc1",
+        group=group,
+        params_dtype=torch.float32,
+    )
+    x = torch.ones(4, 16, device=group.device)
+    out = layer(x)
+    to.destroy_ub(group=group)
+    to.initialize_ub(shape, world_size, dtype=torch.float32, group=group)
+    to.set_ub_active_shape([2 * world_size, 16], group=group)
+    assert torch.equal(layer(x), out), "another set's active shape is not this layer's"
+    to.destroy_ub(group=group)
+    gc.collect()
+    assert torch.equal(layer(x), out)
+
+
+def wrong_types(group: to.Group) -> None:
+    """What is no group, module, tensor or setting is said in the module's name."""
+    shared: dict[str, Any] = {"group": group, "max_tokens": 8 * group.world_size, "sequence_parallel": True}
+    layer = to.nn.TransformerLayer(16, 32, 2 * group.world_size, **shared)
+    column = to.nn.ColumnParallelLinear(16, 2 * group.world_size, group=group, max_tokens=8 * group.world_size)
+    world: Any = "world"
+    misspelt: dict[str, Any] = {**shared, "normalisation": "RMSNorm"}
+    norm: Any = torch.nn.LayerNorm(4)
+    made: list[tuple[str, Callable[[], Any]]] = [
+        (
+            r"ColumnParallelLinear: group must be a triton_overlap\.Group, got str; init_group",
+            lambda: to.nn.ColumnParallelLinear(16, 8, group=world, max_tokens=8),
+        ),
+        (
+            r"TransformerLayer: group must be a triton_overlap\.Group",
+            lambda: to.nn.TransformerLayer(16, 32, 4, group=world),
+        ),
+        (
+            r"linear must be a torch\.nn\.Linear, got LayerNorm",
+            lambda: to.nn.ColumnParallelLinear.from_linear(norm, group=group, max_tokens=8),
+        ),
+        (
+            "unexpected keyword arguments normalisation; what layers share is max_tokens",
+            lambda: to.nn.TransformerLayer(16, 32, 2 * group.world_size, **misspelt),
+        ),
+    ]
+    for message, make in made:
+        with pytest.raises(TypeError, match=message):
+            make()
+    x = torch.ones(4, 16, device=group.device)
+    for message, call in (
+        ("ColumnParallelLinear: the input must be a torch.Tensor, got list", lambda: column([1.0])),
+        ("TransformerLayer: hidden_states must be a torch.Tensor, got list", lambda: layer([1.0])),
+        ("MultiheadAttention: cu_seqlens_q must be a torch.Tensor, got list", lambda: layer(x, cu_seqlens_q=[0, 4])),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()

@@ -12,7 +12,7 @@ from tests.distributed import Ranks, run_ranks
 from tests.nn import overlap_bodies, use_bodies, value_bodies
 from tests.nn.cases import BULK, ROW, RS_DGRAD, Case
 from tests.nn.plain import Shape
-from tests.ops.cases import in_simulator, on_ranks
+from tests.ops.cases import Body, in_simulator, on_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = Case(Shape(hidden=24, heads=4, kv_heads=4, head_dim=6, ffn=24), tokens=(7, 1, 12), capacity=12)
@@ -218,3 +218,10 @@ def test_main_grad_on_gpus(gpu_ranks: Ranks) -> None:
 @pytest.mark.gpu
 def test_choices_on_gpus() -> None:
     on_ranks(Ranks(2, "cuda"), overlap_bodies.choices, replace(GPU, tokens=(64,), capacity=64))
+
+
+@pytest.mark.parametrize(
+    "body", (overlap_bodies.buffers_made_again, overlap_bodies.wrong_types), ids=lambda body: body.__name__
+)
+def test_buffers_made_again_and_wrong_types(body: Body) -> None:
+    on_ranks(2, body)

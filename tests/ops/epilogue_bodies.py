@@ -11,6 +11,7 @@ from torch import Tensor
 import triton_overlap as to
 from tests.ops.cases import Draw, Sizes, assert_close, assert_equal, leaf
 from triton_overlap import reference
+from triton_overlap.kernels.activation import FUNCTIONS, GATED_FUNCTIONS
 
 #: Names with whether they are gated.
 ACTIVATIONS = {"gelu": False, "swiglu": True}
@@ -46,6 +47,41 @@ def activations(group: to.Group, sizes: Sizes, dtype: torch.dtype, method: str =
             assert gathered.shape == (rows * group.world_size, sizes.hidden)
 
 
+def saved(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
+    """Gradients do not depend on what forward kept: the gathered rows, returned or not, or the shard."""
+    buffer, rows = sizes.buffer(group, dtype), sizes.rows[0]
+    draw = Draw(group, dtype, 5)
+    x, b = draw.mine(draw.per_rank(rows, sizes.hidden)), draw.mine(draw.per_rank(sizes.hidden, 2 * sizes.features))
+    d_out = draw.one(rows * group.world_size, sizes.features)
+    d_rows = draw.one(rows * group.world_size, sizes.hidden)
+    results = []
+    for method in ("fused", to.GemmMethods("fused", dgrad="bulk", wgrad="bulk")):
+        for save in (True, False):
+            out = to.all_gather_matmul(x, b, buffer=buffer, activation="swiglu", save_gathered=save, method=method)
+            results.append(torch.autograd.grad(out, [x, b], d_out))
+    for dx, db in results[1:]:
+        assert_close("dx", dx, results[0][0].double(), dtype)
+        assert_close("db", db, results[0][1].double(), dtype)
+    out, gathered = to.all_gather_matmul(x, b, buffer=buffer, activation="swiglu", return_gathered=True)
+    dx, db = torch.autograd.grad([out, gathered], [x, b], [d_out, d_rows])
+    expected = results[0][0] + to.reduce_scatter(d_rows, buffer=buffer)
+    assert_close("dx with gathered rows", dx, expected.double(), dtype)
+    assert_close("db with gathered rows", db, results[0][1].double(), dtype)
+
+
+def names(group: to.Group) -> None:
+    """Every activation inside the kernel has the bits of its own kernel."""
+    buffer = group.user_buffer(4 * group.world_size, 16, torch.float32)
+    x, b = torch.randn(3, 16), torch.randn(16, 16)
+    plain = to.all_gather_matmul(x, b, buffer=buffer)
+    for name in FUNCTIONS:
+        out = to.all_gather_matmul(x, b, buffer=buffer, activation=name)
+        assert_equal(name, out, to.activation(plain, name))
+    for name in GATED_FUNCTIONS:
+        out = to.all_gather_matmul(x, b, buffer=buffer, activation=name)
+        assert_equal(name, out, to.gated_activation(plain, name))
+
+
 def residuals(group: to.Group, sizes: Sizes, dtype: torch.dtype, method: str = "fused") -> None:
     """A residual is added to this rank's rows, and its gradient is the output's."""
     buffer = sizes.buffer(group, dtype)
@@ -74,13 +110,30 @@ def counted(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
     x, residual = draw.one(sizes.max_rows, hidden), draw.one(sizes.max_rows, hidden)
     b, c = draw.one(hidden, 2 * sizes.features), draw.one(sizes.features, hidden)
 
-    def block(x: Tensor, residual: Tensor, buffer: to.UserBuffer, active: Tensor | None) -> Tensor:
-        h = to.all_gather_matmul(x, b, buffer=buffer, activation="swiglu", active_tokens=active)
-        return to.matmul_reduce_scatter(h, c, buffer=buffer, residual=residual, active_tokens=active)
+    d_out = draw.one(sizes.max_rows, hidden)
+    for tensor in (x, residual, d_out):
+        tensor[rows:] = float("nan")
+    main_grads = [torch.zeros(w.shape, device=w.device) for w in (b, c)]
 
-    out = block(x, residual, buffer, count)
-    assert_equal("active rows", out[:rows], block(x[:rows], residual[:rows], plain, None))
-    assert bool(out[rows:].isnan().all())
+    def block(end: int, buffer: to.UserBuffer, active: Tensor | None) -> list[Tensor]:
+        own, added = leaf(x[:end]), leaf(residual[:end])
+        shared: dict[str, Any] = {"buffer": buffer, "active_tokens": active}
+        wanted = [own, added]
+        for main_grad in main_grads:
+            main_grad.zero_()
+        b_leaf, c_leaf = leaf(b), leaf(c)
+        h = to.all_gather_matmul(own, b_leaf, activation="swiglu", main_grad=main_grads[0], **shared)
+        out = to.matmul_reduce_scatter(h, c_leaf, residual=added, main_grad=main_grads[1], **shared)
+        torch.autograd.backward(out, d_out[:end])
+        grads = [tensor.grad for tensor in wanted]
+        assert all(grad is not None for grad in grads)
+        return [out.detach(), *(grad for grad in grads if grad is not None), *(m.clone() for m in main_grads)]
+
+    results, expected = block(sizes.max_rows, buffer, count), block(rows, plain, None)
+    for what, result, right in zip(("output", "dx", "dresidual", "db", "dc"), results, expected, strict=True):
+        assert_equal(what, result[: right.shape[0]], right)
+        if what == "output":
+            assert bool(result[rows:].isnan().all())
 
 
 def errors(group: to.Group) -> None:

@@ -69,7 +69,10 @@ def check_active_shape(shape: Sequence[int], capacity: tuple[int, int], world_si
     if tokens <= 0 or hidden <= 0:
         raise ActiveShapeError(f"active shape must be nonzero, got {dims}; allowed: {allowed}")
     if hidden != capacity[1]:
-        raise ActiveShapeError(f"hidden size must stay {capacity[1]}, got {dims}; allowed: {allowed}")
+        raise ActiveShapeError(
+            f"hidden size must stay {capacity[1]}, got {dims}; allowed: {allowed}; a buffer is for one hidden size, "
+            "K of a gathered operand and N of a reduced product: register another for this one"
+        )
     if tokens > capacity[0]:
         raise ActiveShapeError(
             f"active shape must be within the capacity {capacity}, got {dims}; allowed: {allowed}; "
@@ -385,7 +388,8 @@ class Communicator:
         self.name = name
         self.buffer = buffer
         self.config = config
-        self.handle = f"{buffer.handle}.{name}"
+        # Not the buffer's alone: a later communicator of this name may stand for the same buffer.
+        self.handle = f"{buffer.handle}.{name}.{next(_handles)}"
         self._shape: tuple[int, int] | None = None
         _by_handle[self.handle] = self
 

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from ..comm.user_buffers import UserBuffer
-from . import activation as activation_kernel
+from . import activation, collective, gathered, pipeline, ring_exchange
 from . import all_gather_matmul as fused_all_gather
-from . import collective, gathered, pipeline, ring_exchange
 from . import matmul_reduce_scatter as fused_reduce_scatter
 from .choose import choices_of
 from .config import TileConfig
 from .epilogue import Epilogue
 from .methods import Method
 from .steps import multiply_into
-
-
-@dataclass(frozen=True)
-class Activation:
-    """An activation of a product, by the method's own means.
-
-    Attributes:
-        function: as in ``kernels.activation``.
-        gated: whether the product's left half is a gate for its right half.
-        keep_product: whether the product is a result too.
-    """
-
-    function: str
-    gated: bool
-    keep_product: bool
-
 
 #: Who sends in the fused all-gather, by the option ``use_ce``.
 _SENDERS = {None: "auto", False: "programs", True: "copy_engine"}
@@ -50,23 +32,23 @@ def all_gather_matmul(
     *,
     gather: bool = False,
     method: Method,
+    epilogue: Epilogue | None = None,
     active_tokens: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """``concat(x of every rank) @ b + bias`` for each b, then with ``gather`` the gathered rows: [T/W, K] and [K, N_i]
-    -> [T, N_i] .., [T, K], all fresh. With ``active_tokens`` one b, by the fused method.
+    -> [T, N_i] .., [T, K], all fresh. With ``active_tokens`` or an ``epilogue`` one b; the count by the fused method.
 
     ``auto`` looks several b up by the sum of their N."""
     if method.name == "auto":
-        group = buffer.group
-        n = bs[0].shape[1] if len(bs) == 1 else sum(b.shape[1] for b in bs)
-        tokens = x.shape[0] * group.world_size
-        method = choices_of(group).method("all_gather_matmul", x.dtype, n, x.shape[1], tokens)
-    if method.name == "ring_exchange":
-        return ring_exchange.all_gather_matmul(buffer, x, bs, biases, gather=gather, method=method)
-    if method.name == "nccl":
-        return collective.all_gather_matmul(buffer, x, bs, biases, gather=gather, method=method)
+        n, tokens = sum(b.shape[1] for b in bs), x.shape[0] * buffer.group.world_size
+        method = choices_of(buffer.group).method("all_gather_matmul", x.dtype, n, x.shape[1], tokens)
+    if method.name != "fused":
+        other = {"ring_exchange": ring_exchange, "nccl": collective}[method.name]
+        outs = other.all_gather_matmul(buffer, x, bs, biases, gather=gather, method=method)
+        if epilogue is not None:
+            outs[0] = _after(outs[0], epilogue)
+        return outs
     needs_gathered = gather or len(bs) > 1
-    sender, config = _SENDERS[method.use_ce], _tiles(method)
     outs = [
         fused_all_gather.launch(
             buffer,
@@ -75,8 +57,9 @@ def all_gather_matmul(
             biases[0],
             active_tokens=active_tokens,
             gather=needs_gathered,
-            sender=sender,
-            config=config,
+            epilogue=epilogue,
+            sender=_SENDERS[method.use_ce],
+            config=_tiles(method),
         )
     ]
     if needs_gathered:
@@ -89,43 +72,11 @@ def all_gather_matmul(
     return outs
 
 
-def all_gather_matmul_activation(
-    buffer: UserBuffer,
-    x: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: Activation,
-    *,
-    gather: bool,
-    method: Method,
-    active_tokens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The activation of the product, the product [T, N] where it is kept, else [0, N], and the gathered rows [T, K]
-    where ``gather``, else [0, K]; all fresh."""
-    if method.name == "auto":
-        tokens = x.shape[0] * buffer.group.world_size
-        method = choices_of(buffer.group).method("all_gather_matmul", x.dtype, b.shape[1], x.shape[1], tokens)
-    if method.name == "fused":
-        tokens = x.shape[0] * buffer.group.world_size
-        product = x.new_empty((tokens if activation.keep_product else 0, b.shape[1]))
-        epilogue = Epilogue(activation.function, activation.gated, product if activation.keep_product else None)
-        out = fused_all_gather.launch(
-            buffer,
-            x,
-            b,
-            bias,
-            active_tokens=active_tokens,
-            gather=gather,
-            epilogue=epilogue,
-            sender=_SENDERS[method.use_ce],
-            config=_tiles(method),
-        )
-        rows = gathered.launch(buffer, out.shape[0], active_tokens) if gather else x.new_empty((0, x.shape[1]))
-        return out, product, rows
-    outs = all_gather_matmul(buffer, x, [b], [bias], gather=gather, method=method)
-    out = activation_kernel.launch(outs[0], activation.function, gated=activation.gated)
-    product = outs[0] if activation.keep_product else x.new_empty((0, b.shape[1]))
-    return out, product, outs[1] if gather else x.new_empty((0, x.shape[1]))
+def _after(product: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
+    """The epilogue of a product that is in memory already."""
+    if epilogue.product is not None:
+        epilogue.product.copy_(product)
+    return activation.launch(product, epilogue.function, gated=epilogue.gated)
 
 
 def matmul_reduce_scatter(

@@ -205,9 +205,8 @@ class Choices:
 
     def method(self, operation: str, dtype: torch.dtype, n: int, k: int, tokens: int) -> Method:
         """The method for a call."""
-        found = self._products.get((operation, dtype, n, k))
-        if found is None:
-            found = self.product(operation, dtype, n, k)
+        found = self._products.get((operation, dtype, n, k)) or self.product(operation, dtype, n, k)
+        if operation not in self._said:
             self._say(operation, dtype, n, k, tokens)
         return found.method(tokens)
 
@@ -233,9 +232,9 @@ class Choices:
 
     def _say(self, operation: str, dtype: torch.dtype, n: int, k: int, tokens: int) -> None:
         """Once for each operation: loudly where there is no table, since one could be measured."""
-        if not self._speaks or operation in self._said or self.members.world_size == 1:
-            return
         self._said.add(operation)
+        if not self._speaks or self.members.world_size == 1:
+            return
         explanation = self.explain(operation, dtype, n, k, tokens)
         level = logging.WARNING if explanation.row is None else logging.INFO
         _logger.log(level, "%s, method auto: %s", self._name, explanation.summary())

@@ -20,6 +20,8 @@ FORMAT = 1
 #: backward by a matmul_all_reduce.
 TABLE_OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 TABLE_DTYPES = ("bfloat16", "float16", "float32")
+#: A day. JSON's numbers may be larger than any float.
+_LONGEST_MS = 86_400_000
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Row:
         for method, time_ms in self.times_ms.items():
             if parse_for(self.operation, method).name == "auto":
                 raise ValueError("times_ms must be of methods to choose from, got 'auto'")
-            if isinstance(time_ms, bool) or not isinstance(time_ms, (int, float)) or not 0 < time_ms < float("inf"):
+            if isinstance(time_ms, bool) or not isinstance(time_ms, (int, float)) or not 0 < time_ms < _LONGEST_MS:
                 raise ValueError(f"time of {method!r} must be positive milliseconds, got {time_ms!r}")
 
 
@@ -88,6 +90,8 @@ class Table:
     def __post_init__(self) -> None:
         if isinstance(self.world_size, bool) or not isinstance(self.world_size, int) or self.world_size < 1:
             raise ValueError(f"world_size must be a whole number of at least 1, got {self.world_size!r}")
+        if not isinstance(self.device, str) or not isinstance(self.about, Mapping):
+            raise ValueError(f"device must be a name and about a mapping, got {self.device!r} and {self.about!r}")
         keys = [(row.operation, row.dtype, row.n, row.k, row.tokens) for row in self.rows]
         twice = {key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else set()
         if twice:
@@ -112,7 +116,7 @@ class Table:
         """
         if not isinstance(data, dict) or "format" not in data:
             raise ValueError(f"{source}: not a table of methods; `python -m triton_overlap.bench tune` writes one")
-        if data["format"] != FORMAT:
+        if isinstance(data["format"], bool) or not isinstance(data["format"], int) or data["format"] != FORMAT:
             raise ValueError(
                 f"{source}: a table of format {data['format']!r}, this version reads {FORMAT}; measure it again with "
                 "`python -m triton_overlap.bench tune`"
@@ -148,6 +152,6 @@ class Table:
         """
         try:
             data = json.loads(path.read_text())
-        except (OSError, ValueError) as error:  # what is no JSON or no text is a ValueError
+        except (OSError, ValueError, RecursionError) as error:  # what is no JSON or no text is a ValueError
             raise ValueError(f"{path}: cannot be read as a table of methods: {error}") from error
         return cls.from_json(data, path.name)

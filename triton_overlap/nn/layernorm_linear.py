@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..comm.group import Group
 from .linear import Linear
 from .norms import check_normalization, normalize
+from .settings import check_input
 
 __all__ = ["LayerNormLinear"]
 
@@ -98,6 +99,7 @@ class LayerNormLinear(Linear):
 
     def forward(self, x: Tensor, *, active_tokens: Tensor | None = None) -> Tensor:
         """``x`` -> the linear layer of its norm; ``active_tokens`` as in :class:`Linear`."""
+        check_input(type(self).__name__, "the input", x)
         if active_tokens is not None:
             self._check_device_count(x)
         normalized = normalize(

@@ -24,7 +24,7 @@ from ..ops import activation as counted_activation
 from ..ops import gated_activation as counted_gated_activation
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
-from .settings import LayerSettings, settings_of
+from .settings import LayerSettings, check_group, settings_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -100,6 +100,7 @@ class LayerNormMLP(nn.Module):
         **settings: Unpack[LayerSettings],
     ) -> None:
         super().__init__()
+        check_group(type(self).__name__, group)
         if activation not in ACTIVATIONS and activation not in GATED_ACTIVATIONS:
             known = ", ".join(sorted({**ACTIVATIONS, **GATED_ACTIVATIONS}))
             raise ValueError(f"LayerNormMLP: activation must be one of {known}, got {activation!r}")

@@ -38,6 +38,7 @@ from ..errors import ActiveShapeError
 from ..ops import all_gather_matmul, matmul, matmul_all_reduce, matmul_reduce_scatter, replicated_matmul
 from .initialization import common_generator
 from .overlap import LIBRARY_CHOICE, PARALLEL_MODES, Overlap, gemm_methods
+from .settings import check_group, check_input
 from .sharding import take_shard
 
 __all__ = ["ColumnParallelLinear", "Linear", "RowParallelLinear"]
@@ -80,6 +81,7 @@ class _ParallelLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_group(type(self).__name__, group)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         device = group.device if device is None else torch.device(device)
         self.in_features = in_features
@@ -242,13 +244,14 @@ class _ParallelLinear(nn.Module):
             raise ValueError(
                 f"{type(self).__name__}: the layer needs a buffer of {list(needed)} in {dtype}, and initialize_ub "
                 f"registered {communicator.name} with {list(communicator.capacity_shape)} in {communicator.dtype}; "
-                "register that much there, build the layer with a group that has no such buffers, or leave out the "
-                "overlap flags"
+                "give initialize_ub this shape and dtype=, build the layer with a group that has no such buffers, or "
+                "leave out the overlap flags"
             )
         return communicator
 
     def _operands(self, x: Tensor, active_tokens: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
         """``x`` as [rows, features], and the keyword arguments that all operations share."""
+        check_input(type(self).__name__, "the input", x)
         if x.dim() < 2:
             raise ActiveShapeError(
                 f"{type(self).__name__}: the input must have at least 2 dimensions, tokens first, got {list(x.shape)}"
@@ -319,9 +322,15 @@ class _LinearReplacement(_ParallelLinear):
         Parameters are copied to the group's device and keep dtype and ``requires_grad``; ``linear`` is not changed.
 
         Raises:
+            TypeError: ``linear`` is another module, or ``group`` no group of this library.
             ValueError: as the constructor.
         """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(
+                f"{cls.__name__}.from_linear: linear must be a torch.nn.Linear, got {type(linear).__name__}"
+            )
         out_features, in_features = linear.weight.shape
+        check_group(f"{cls.__name__}.from_linear", group)
         layer = cls(
             in_features,
             out_features,
@@ -490,6 +499,7 @@ class Linear(_ParallelLinear):
         kind = type(self).__name__
         overlap = Overlap(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
         overlap.check(kind, parallel_mode, sequence_parallel, ub_name)
+        check_group(kind, group)
         registered = communicators_of(group) if ub_name is not None and overlap.given else None
         gemms = {} if registered is None else {step: registered.communicators[f"{ub_name}_{step}"] for step in STEPS}
         if gemms:
@@ -536,7 +546,8 @@ class Linear(_ParallelLinear):
             x: shapes as for the class that ``parallel_mode`` names.
             active_tokens: T on the device, int32, one element. ``x`` has room for C tokens then, of which T are active,
                 and so has the result. By the fused method, whatever flags and configurations say, on a buffer of the
-                layer's own that is registered at first use; see docs/device_count.md.
+                layer's own that is registered at the first such call: outside torch.compile and graph captures. See
+                docs/device_count.md.
         """
         if self._split_dim == 0:
             return self._column_forward(x, active_tokens)

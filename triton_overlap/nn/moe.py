@@ -35,6 +35,7 @@ from ..ops import activation, all_gather, ep_combine, ep_dispatch, gated_activat
 from ..ops.autocast import without_autocast
 from .initialization import common_generator
 from .layernorm_mlp import ACTIVATIONS, GATED_ACTIVATIONS
+from .settings import check_group, check_input
 
 __all__ = ["MoE", "RouterSettings"]
 
@@ -275,6 +276,7 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_group(type(self).__name__, group)
         dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
         device = group.device if device is None else torch.device(device)
         self.group = group
@@ -358,6 +360,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [.., hidden], this rank's tokens -> the same shape."""
+        check_input(type(self).__name__, "the input", x)
         rows = x if x.dim() == 2 else x.flatten(0, -2)
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)

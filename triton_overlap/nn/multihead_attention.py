@@ -23,7 +23,7 @@ from .attention import packed_attention, plain_attention
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
 from .rotary import apply_rotary, document_positions
-from .settings import LayerSettings, settings_of
+from .settings import LayerSettings, check_group, check_input, settings_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -85,6 +85,7 @@ class MultiheadAttention(nn.Module):
         **settings: Unpack[LayerSettings],
     ) -> None:
         super().__init__()
+        check_group(type(self).__name__, group)
         kv_heads = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if kv_channels is None:
             if hidden_size % num_attention_heads:
@@ -218,6 +219,9 @@ class MultiheadAttention(nn.Module):
         max_seqlen_kv: int | None,
     ) -> None:
         kind = type(self).__name__
+        check_input(kind, "hidden_states", x)
+        if cu_seqlens_q is not None:
+            check_input(kind, "cu_seqlens_q", cu_seqlens_q)
         if x.dim() not in (2, 3):
             raise ValueError(f"{kind}: hidden_states must be [T, hidden] or [S, batch, hidden], got {list(x.shape)}")
         if cu_seqlens_kv is not None and cu_seqlens_kv is not cu_seqlens_q:

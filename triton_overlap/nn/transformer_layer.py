@@ -10,7 +10,7 @@ from ..comm.group import Group
 from ..ops import add, fork
 from .layernorm_mlp import LayerNormMLP
 from .multihead_attention import MultiheadAttention
-from .settings import LayerSettings
+from .settings import LayerSettings, check_group, check_input
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -82,6 +82,7 @@ class TransformerLayer(nn.Module):
         **settings: Unpack[LayerSettings],
     ) -> None:
         super().__init__()
+        check_group(type(self).__name__, group)
         if hidden_dropout:
             raise NotImplementedError(f"TransformerLayer: hidden_dropout {hidden_dropout} is not supported; set 0.0")
         shared: dict[str, Any] = {
@@ -118,6 +119,7 @@ class TransformerLayer(nn.Module):
         active_tokens: Tensor | None = None,
     ) -> Tensor:
         """``hidden_states`` [T/W, hidden] or [S/W, batch, hidden] -> the same; as ``MultiheadAttention.forward``."""
+        check_input(type(self).__name__, "hidden_states", hidden_states)
         attention: dict[str, Any] = {
             "rotary_pos_emb": rotary_pos_emb,
             "cu_seqlens_q": cu_seqlens_q,

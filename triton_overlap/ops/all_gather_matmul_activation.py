@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..comm.user_buffers import user_buffer_by_handle
 from ..kernels import by_method
-from ..kernels.by_method import Activation
+from ..kernels.epilogue import Epilogue
 from .activation import activation_named
 from .gather_gradients import gather_gradients, save_gathered_product
 from .tags import COMMUNICATES
@@ -62,16 +62,19 @@ def all_gather_matmul_activation_op(
             f"{_NAME}: b must have an even number of columns with activation {activation!r}, half of them the gate, "
             f"got {list(b.shape)}"
         )
-    return by_method.all_gather_matmul_activation(
+    tokens = a_shard.shape[0] * user_buffer.group.world_size
+    product = a_shard.new_empty((tokens if keep_product else 0, b.shape[1]))
+    outs = by_method.all_gather_matmul(
         user_buffer,
         a_shard,
-        b,
-        bias,
-        Activation(function, gated, keep_product),
+        [b],
+        [bias],
         gather=gather,
         method=by,
+        epilogue=Epilogue(function, gated, product if keep_product else None),
         active_tokens=active_tokens,
     )
+    return outs[0], product, outs[1] if gather else a_shard.new_empty((0, a_shard.shape[1]))
 
 
 @all_gather_matmul_activation_op.register_fake
