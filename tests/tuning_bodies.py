@@ -11,7 +11,7 @@ import torch
 
 import triton_overlap as to
 from tests.ops import method_bodies
-from tests.ops.cases import Draw, Sizes, assert_close, assert_equal, leaf, leaves64
+from tests.ops.cases import Draw, Sizes, assert_close, assert_equal, assert_steady, counters, leaf, leaves64
 from triton_overlap import reference
 from triton_overlap.kernels import ring_exchange
 from triton_overlap.kernels.choose import choices_of
@@ -149,9 +149,9 @@ def every_class(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
     choices_of(group).load(_table(group, sizes))
     method_bodies.once(group, sizes, dtype, ["auto"], ["auto"])
     method_bodies.all_reduce(group, sizes, dtype, ["auto"])
-    before = to.specializations(), to.symmetric_allocations()
+    before = counters()
     method_bodies.once(group, sizes, dtype, ["auto"], ["auto"])
-    assert (to.specializations(), to.symmetric_allocations()) == before
+    assert_steady("later calls", before)
 
 
 def backward_chooses(group: to.Group, sizes: Sizes) -> None:
@@ -212,12 +212,12 @@ def warmed_up(group: to.Group, sizes: Sizes) -> None:
     assert b.grad is None
     assert c.grad is None
     assert bias.grad is None
-    before = to.specializations(), to.symmetric_allocations()
+    before = counters()
     for rows in range(1, sizes.max_rows + 1):
         x = leaf(draw.one(rows, sizes.hidden))
         h = to.all_gather_matmul(x, b.t(), buffer=buffer, method="auto")
         to.matmul_reduce_scatter(h, c.t(), buffer=buffer, bias=bias, method="auto").sum().backward()
-    assert (to.specializations(), to.symmetric_allocations()) == before
+    assert_steady("later calls", before)
     with torch.no_grad():
         assert to.warm_up("replicated_matmul", b.t().detach(), buffer=buffer) == ["fused", "pipeline"]
     with pytest.raises(ValueError, match="unknown operation 'matmul'"):

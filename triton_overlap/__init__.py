@@ -29,7 +29,7 @@ from .errors import (
 )
 from .expert_buffer import EpHandle, ExpertBuffer
 from .kernels.choose import Explanation
-from .kernels.launching import specializations
+from .kernels.launching import specializations, specializations_by_kernel
 from .kernels.methods import Method
 from .kernels.tables import Table
 from .ops import (
@@ -122,6 +122,7 @@ __all__ = [
     "set_ub_active_shape",
     "sim",
     "specializations",
+    "specializations_by_kernel",
     "swiglu",
     "symmetric_allocations",
     "tune",

@@ -11,6 +11,7 @@ from torch import Tensor
 import triton_overlap as to
 from tests.nn.cases import Case, assert_module_close
 from tests.nn.parallel import Parallel
+from tests.ops.cases import assert_steady, counters
 
 
 class Counted:
@@ -86,12 +87,12 @@ class Counted:
 def values(group: to.Group, case: Case, dtype: torch.dtype, part: str) -> None:
     """At each count, up and down; nothing is compiled or registered after the first."""
     counted = Counted(group, case, dtype, part)
-    counters = []
+    steady: dict[str, int] = {}
     for seed, tokens in enumerate(case.counts(group)):
         counted.set(tokens, seed)
         counted.check(counted.step(), tokens, seed)
-        counters.append((to.specializations(), to.symmetric_allocations()))
-    assert len(set(counters)) == 1, f"specialisations and allocations after each count: {counters}"
+        steady = steady or counters()
+    assert_steady("after the first count", steady)
 
 
 def graph(group: to.Group, case: Case, dtype: torch.dtype, part: str, replays: int) -> None:

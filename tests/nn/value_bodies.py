@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import triton_overlap as to
 from tests.nn.cases import Case, Draw, assert_module_close, gradients_of, mine
 from tests.nn.parallel import Parallel
-from tests.ops.cases import assert_equal
+from tests.ops.cases import assert_equal, assert_steady, counters
 
 
 def linear(
@@ -87,14 +87,14 @@ def blocks(group: to.Group, case: Case, dtype: torch.dtype, part: str) -> None:
     After the first count no kernel is specialised anew and no symmetric memory allocated.
     """
     parallel = Parallel(group, case, dtype, part)
-    counters = []
+    steady: dict[str, int] = {}
     for seed, tokens in enumerate(case.counts(group)):
         x, d_out, cu_seqlens = parallel.inputs(tokens, seed)
         own_x = parallel.own(x).clone().requires_grad_()
         out = parallel(own_x, cu_seqlens)
         out.backward(parallel.own(d_out))
         grads = parallel.gradients()
-        counters.append((to.specializations(), to.symmetric_allocations()))
+        steady = steady or counters()
 
         results = []
         for modules, wide in ((parallel.plain, dtype), (parallel.exact, torch.float64)):
@@ -113,4 +113,4 @@ def blocks(group: to.Group, case: Case, dtype: torch.dtype, part: str) -> None:
         if not case.sequence_parallel:
             for other in group.all_gather_object(out.detach().cpu()):
                 assert_equal("output on another rank", out.detach().cpu(), other)
-    assert len(set(counters)) == 1, f"specialisations and allocations after each count: {counters}"
+    assert_steady("after the first count", steady)

@@ -53,6 +53,17 @@ ODD_GPU = Sizes(hidden=260, features=330, rows=(64, 1, 127, 129), max_rows=129)
 Body = Callable[..., Any]
 
 
+def counters() -> dict[str, int]:
+    """Compilation keys of each kernel, and symmetric allocations, of this process so far."""
+    return {**to.specializations_by_kernel(), "symmetric allocations": to.symmetric_allocations()}
+
+
+def assert_steady(what: str, before: dict[str, int]) -> None:
+    """No kernel was specialised anew, and nothing registered, since ``before``."""
+    anew = {name: count - before.get(name, 0) for name, count in counters().items() if count != before.get(name, 0)}
+    assert not anew, f"{what}: specialised or allocated anew: {anew}"
+
+
 def on_ranks(ranks: Ranks | int, body: Body, *args: Any) -> list[Any]:
     """Run ``body(group, *args)`` on rank processes."""
     if isinstance(ranks, int):

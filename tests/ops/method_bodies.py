@@ -13,7 +13,7 @@ import torch
 
 import triton_overlap as to
 from tests.ops import value_bodies
-from tests.ops.cases import Draw, Sizes, assert_close, assert_equal, leaf, leaves64, poisoned
+from tests.ops.cases import Draw, Sizes, assert_close, assert_equal, assert_steady, counters, leaf, leaves64, poisoned
 from triton_overlap import reference
 from triton_overlap.kernels import ring_exchange, steps
 
@@ -32,7 +32,7 @@ def values(group: to.Group, sizes: Sizes, dtype: torch.dtype, gather: list[str],
     """Values and gradients by each of the methods at every row count, twice: right, reproducible, and blind to what
     lies past the prefix. After the first row count no kernel is specialised anew and no symmetric memory allocated."""
     buffer = sizes.buffer(group, dtype)
-    counters: list[tuple[int, int]] = []
+    steady: dict[str, int] = {}
     for seed, rows in enumerate(sizes.rows):
         for check in _checks(gather, reduce):
             with poisoned(buffer, rows * group.world_size):
@@ -40,8 +40,8 @@ def values(group: to.Group, sizes: Sizes, dtype: torch.dtype, gather: list[str],
             again = check(buffer, sizes, rows, seed)
             for name, value in first.items():
                 assert_equal(f"{check} {name}, second run", again[name], value)
-        counters.append((to.specializations(), to.symmetric_allocations()))
-    assert len(set(counters)) == 1, f"specialisations and allocations after each row count: {counters}"
+        steady = steady or counters()
+    assert_steady("after the first count", steady)
 
 
 def beside(group: to.Group, sizes: Sizes, dtype: torch.dtype, methods: list[str]) -> None:

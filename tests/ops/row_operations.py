@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import triton_overlap as to
-from tests.ops.cases import assert_close, assert_equal
+from tests.ops.cases import assert_close, assert_equal, assert_steady, counters
 from triton_overlap import reference
 from triton_overlap.kernels.activation import FUNCTIONS, GATED_FUNCTIONS
 
@@ -212,9 +212,9 @@ def check_values(operation: Operation, problem: Problem, shards: int) -> None:
 
 @contextmanager
 def no_new_specializations() -> Iterator[None]:
-    before = to.specializations()
+    before = counters()
     yield
-    assert to.specializations() == before, "a kernel was specialised anew"
+    assert_steady("a call", before)
 
 
 class Captured:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import triton_overlap as to
-from tests.ops.cases import Draw, Sizes, assert_close, assert_equal, leaf, leaves64, poisoned
+from tests.ops.cases import Draw, Sizes, assert_close, assert_equal, assert_steady, counters, leaf, leaves64, poisoned
 from triton_overlap import reference
 from triton_overlap.comm.user_buffers import UserBuffer
 
@@ -21,7 +21,7 @@ def values(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
     After the first row count no kernel is specialised anew and no symmetric memory allocated.
     """
     buffer = sizes.buffer(group, dtype)
-    counters: list[tuple[int, int]] = []
+    steady: dict[str, int] = {}
     checks: list[Callable[..., Results]] = [
         all_gather_matmul,
         several_b,
@@ -36,8 +36,8 @@ def values(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
             again = check(buffer, sizes, rows, seed)
             for name, value in first.items():
                 assert_equal(f"{check.__name__} {name}, second run", again[name], value)
-        counters.append((to.specializations(), to.symmetric_allocations()))
-    assert len(set(counters)) == 1, f"specialisations and allocations after each row count: {counters}"
+        steady = steady or counters()
+    assert_steady("after the first count", steady)
 
 
 def products(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ compile on a GPU is seen on a machine without one; tests compare the two.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import Any
 
 import torch
@@ -26,8 +27,15 @@ _compiled_kernels: set[Any] = set()
 
 def specializations() -> int:
     """Distinct kernel compilation keys this process has used so far."""
-    compiled = sum(len(caches[0]) for kernel in _compiled_kernels for caches in kernel.device_caches.values())
-    return len(_keys) + compiled
+    return sum(specializations_by_kernel().values())
+
+
+def specializations_by_kernel() -> dict[str, int]:
+    """The same for each kernel by its name, to see which of them compiles anew."""
+    found = Counter(key[0] for key in _keys)
+    for kernel in _compiled_kernels:
+        found[kernel.fn.__name__] += sum(len(caches[0]) for caches in kernel.device_caches.values())
+    return dict(found)
 
 
 def _argument_key(name: str, value: Any, specialise: bool) -> Any:
