@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.operator import operator
+
 __all__ = ["packed_attention", "packed_attention_backward_op", "packed_attention_op", "plain_attention"]
 
 
@@ -112,7 +114,7 @@ def _kernel_takes_grouped_heads() -> bool:
 
 
 # An operator, so that a compiler which traces the module need not know the lengths.
-@torch.library.custom_op("triton_overlap::packed_attention", mutates_args=())
+@operator("packed_attention")
 def packed_attention_op(
     query: Tensor,
     key: Tensor,
@@ -145,7 +147,7 @@ def _fake(
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("triton_overlap::packed_attention_backward", mutates_args=())
+@operator("packed_attention_backward")
 def packed_attention_backward_op(
     grad: Tensor,
     query: Tensor,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..kernels import activation as activation_kernel
 from ..kernels.activation import FUNCTIONS, GATED_FUNCTIONS
+from .operator import operator
 from .rows import check_active_tokens, check_matrix, check_same
 from .validation import check_optional_tensors, check_tensors, refuse_double_backward
 
@@ -53,7 +54,7 @@ def _features(x: Tensor, gated: bool) -> int:
     return x.shape[1] // 2 if gated else x.shape[1]
 
 
-@torch.library.custom_op("triton_overlap::activation", mutates_args=())
+@operator("activation")
 def activation_op(x: Tensor, name: str, gated: bool, active_tokens: Tensor | None, shards: int) -> Tensor:
     """``torch.ops.triton_overlap.activation``: both functions of this file; the gated names with ``gated``."""
     operation = _operation(gated)
@@ -71,7 +72,7 @@ def _fake(x: Tensor, name: str, gated: bool, active_tokens: Tensor | None, shard
     return x.new_empty((x.shape[0], _features(x, gated)))
 
 
-@torch.library.custom_op("triton_overlap::activation_backward", mutates_args=())
+@operator("activation_backward")
 def activation_backward_op(
     grad: Tensor, x: Tensor, name: str, gated: bool, active_tokens: Tensor | None, shards: int
 ) -> Tensor:

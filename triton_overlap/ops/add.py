@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import add as add_kernel
+from .operator import operator
 from .rows import check_active_tokens, check_matrix, check_same
 from .validation import check_optional_tensors, check_tensors
 
@@ -24,7 +25,7 @@ __all__ = ["add", "add_op", "fork"]
 _NAME = "add"
 
 
-@torch.library.custom_op("triton_overlap::add", mutates_args=())
+@operator("add")
 def add_op(x: Tensor, y: Tensor, active_tokens: Tensor | None, shards: int) -> Tensor:
     """``torch.ops.triton_overlap.add``: the active rows of ``x`` + ``y``, fresh."""
     check_matrix(_NAME, "x", x)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import all_gather as all_gather_kernel
 from ..kernels import gathered
-from .tags import COMMUNICATES
+from .operator import COMMUNICATES, operator
 from .validation import (
     check_activation,
     check_count,
@@ -33,7 +33,7 @@ __all__ = ["all_gather", "all_gather_op"]
 _NAME = "all_gather"
 
 
-@torch.library.custom_op("triton_overlap::all_gather", mutates_args=(), tags=COMMUNICATES)
+@operator("all_gather", tags=COMMUNICATES)
 def all_gather_op(x_shard: Tensor, buffer: str, active_tokens: Tensor | None = None) -> Tensor:
     """``torch.ops.triton_overlap.all_gather``: ``x_shard`` [T/W, H] -> [T, H], fresh, through the buffer with the
     handle ``buffer``."""

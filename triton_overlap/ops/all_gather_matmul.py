@@ -30,7 +30,7 @@ from .all_gather_matmul_activation import all_gather_matmul_activation_op
 from .autocast import autocast_operands
 from .gather_gradients import gather_gradients, save_gathered_product
 from .gemm_methods import GemmMethods
-from .tags import COMMUNICATES
+from .operator import COMMUNICATES, operator
 from .validation import (
     check_activation,
     check_methods,
@@ -52,7 +52,7 @@ __all__ = ["all_gather_matmul", "all_gather_matmul_op", "all_gather_matmuls_op"]
 _NAME = "all_gather_matmul"
 
 
-@torch.library.custom_op("triton_overlap::all_gather_matmul", mutates_args=(), tags=COMMUNICATES)
+@operator("all_gather_matmul", tags=COMMUNICATES)
 def all_gather_matmul_op(
     a_shard: Tensor,
     b: Tensor,
@@ -97,7 +97,7 @@ def _fake(
     return a_shard.new_empty((tokens, b.shape[1])), a_shard.new_empty((tokens if gather else 0, a_shard.shape[1]))
 
 
-@torch.library.custom_op("triton_overlap::all_gather_matmuls", mutates_args=(), tags=COMMUNICATES)
+@operator("all_gather_matmuls", tags=COMMUNICATES)
 def all_gather_matmuls_op(
     a_shard: Tensor,
     bs: list[Tensor],

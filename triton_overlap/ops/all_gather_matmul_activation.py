@@ -21,7 +21,7 @@ from ..kernels import by_method
 from ..kernels.epilogue import Epilogue
 from .activation import activation_named
 from .gather_gradients import gather_gradients, save_gathered_product
-from .tags import COMMUNICATES
+from .operator import COMMUNICATES, operator
 from .validation import check_activation, check_methods, check_right_operand, world_size_of
 
 __all__ = ["all_gather_matmul_activation_op"]
@@ -29,7 +29,7 @@ __all__ = ["all_gather_matmul_activation_op"]
 _NAME = "all_gather_matmul"
 
 
-@torch.library.custom_op("triton_overlap::all_gather_matmul_activation", mutates_args=(), tags=COMMUNICATES)
+@operator("all_gather_matmul_activation", tags=COMMUNICATES)
 def all_gather_matmul_activation_op(
     a_shard: Tensor,
     b: Tensor,

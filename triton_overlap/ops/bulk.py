@@ -29,7 +29,7 @@ from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import bulk
 from ..kernels import weight_gradient as weight_gradient_kernel
 from ..kernels.methods import Method
-from .tags import COMMUNICATES
+from .operator import COMMUNICATES, operator
 from .validation import (
     check_activation,
     check_local_product,
@@ -109,7 +109,7 @@ _gather = _Move(_GATHER, "x_shard", True, bulk.all_gather, back="reduce_scatter"
 _reduce = _Move(_REDUCE, "x", False, bulk.reduce_scatter, back="all_gather", back_beside=_GATHER)
 
 
-@torch.library.custom_op("triton_overlap::all_gather_beside_matmul", mutates_args=(), tags=COMMUNICATES)
+@operator("all_gather_beside_matmul", tags=COMMUNICATES)
 def all_gather_beside_matmul_op(
     x_shard: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, buffer: str, method: str
 ) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def all_gather_beside_matmul_op(
     return _gather.forward(x_shard, a, b, bias, buffer, method)
 
 
-@torch.library.custom_op("triton_overlap::reduce_scatter_beside_matmul", mutates_args=(), tags=COMMUNICATES)
+@operator("reduce_scatter_beside_matmul", tags=COMMUNICATES)
 def reduce_scatter_beside_matmul_op(
     x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, buffer: str, method: str
 ) -> tuple[Tensor, Tensor]:
@@ -138,9 +138,7 @@ reduce_scatter_beside_matmul_op.register_fake(_reduce.fake)
 reduce_scatter_beside_matmul_op.register_autograd(_reduce.backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op(
-    "triton_overlap::reduce_scatter_beside_weight_gradient_", mutates_args=("main_grad",), tags=COMMUNICATES
-)
+@operator("reduce_scatter_beside_weight_gradient_", mutates_args=("main_grad",), tags=COMMUNICATES)
 def reduce_scatter_beside_weight_gradient_op_(
     x: Tensor, a: Tensor, g: Tensor, main_grad: Tensor, buffer: str, method: str
 ) -> Tensor:

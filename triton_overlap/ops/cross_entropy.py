@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import cross_entropy as cross_entropy_kernel
+from .operator import operator
 from .rows import check_active_tokens, check_integers, check_matrix
 from .validation import check_optional_tensors, check_tensors, refuse_double_backward
 
@@ -25,7 +26,7 @@ _NAME = "cross_entropy"
 _REDUCTIONS = ("mean", "sum")
 
 
-@torch.library.custom_op("triton_overlap::cross_entropy", mutates_args=())
+@operator("cross_entropy")
 def cross_entropy_op(
     logits: Tensor, labels: Tensor, ignore_index: int, reduction: str, active_tokens: Tensor | None, shards: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,7 +49,7 @@ def _fake(
     return normalizers.new_empty(()), normalizers, normalizers.new_empty(())
 
 
-@torch.library.custom_op("triton_overlap::cross_entropy_backward", mutates_args=())
+@operator("cross_entropy_backward")
 def cross_entropy_backward_op(
     grad: Tensor,
     logits: Tensor,

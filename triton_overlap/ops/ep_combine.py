@@ -26,7 +26,7 @@ from torch import Tensor
 from ..expert_buffer import EpHandle, expert_buffer_by_handle
 from ..kernels import ep_weights
 from .ep_dispatch import check_handle, handle_of_tensors
-from .tags import COMMUNICATES
+from .operator import COMMUNICATES, operator
 from .validation import check_optional_tensors, check_tensors, refuse_double_backward
 
 __all__ = ["ep_combine", "ep_combine_op", "ep_combine_weights_op", "ep_weights_gradient_op"]
@@ -34,7 +34,7 @@ __all__ = ["ep_combine", "ep_combine_op", "ep_combine_weights_op", "ep_weights_g
 _NAME = "ep_combine"
 
 
-@torch.library.custom_op("triton_overlap::ep_combine", mutates_args=(), tags=COMMUNICATES)
+@operator("ep_combine", tags=COMMUNICATES)
 def ep_combine_op(
     y: Tensor,
     topk_weights: Tensor | None,
@@ -85,7 +85,7 @@ def _fake(
     return y.new_empty((topk_idx.shape[0], y.shape[1]))
 
 
-@torch.library.custom_op("triton_overlap::ep_combine_weights", mutates_args=(), tags=COMMUNICATES)
+@operator("ep_combine_weights", tags=COMMUNICATES)
 def ep_combine_weights_op(topk_weights: Tensor, topk_idx: Tensor, routing: Tensor, buffer: str) -> Tensor:
     """``torch.ops.triton_overlap.ep_combine_weights``: float32 [R, K] -> [T, K], summed over the ranks of a token."""
     handle = handle_of_tensors(buffer, topk_idx, routing, False, 1, None)
@@ -97,7 +97,7 @@ def _weights_fake(topk_weights: Tensor, topk_idx: Tensor, routing: Tensor, buffe
     return topk_weights.new_empty(topk_idx.shape)
 
 
-@torch.library.custom_op("triton_overlap::ep_weights_gradient_", mutates_args=("grad",))
+@operator("ep_weights_gradient_", mutates_args=("grad",))
 def ep_weights_gradient_op(grad: Tensor, y: Tensor, topk_weights: Tensor, routing: Tensor, buffer: str) -> Tensor:
     """``torch.ops.triton_overlap.ep_weights_gradient_``: the local part of the backward of an expanded combine.
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..expert_buffer import EpHandle, ExpertBuffer, expert_buffer_by_handle
-from .tags import COMMUNICATES
+from .operator import COMMUNICATES, operator
 from .validation import check_optional_tensors, check_switch, check_tensors, refuse_double_backward
 
 __all__ = ["ep_cached_dispatch_op", "ep_dispatch", "ep_dispatch_op"]
@@ -49,7 +49,7 @@ def _weights_or_empty(weights: Tensor | None, x: Tensor, topk: int) -> Tensor:
     return x.new_empty((0, topk), dtype=torch.float32) if weights is None else weights
 
 
-@torch.library.custom_op("triton_overlap::ep_dispatch", mutates_args=(), tags=COMMUNICATES)
+@operator("ep_dispatch", tags=COMMUNICATES)
 def ep_dispatch_op(
     x: Tensor,
     topk_idx: Tensor,
@@ -113,7 +113,7 @@ def _fake(
     )
 
 
-@torch.library.custom_op("triton_overlap::ep_cached_dispatch", mutates_args=(), tags=COMMUNICATES)
+@operator("ep_cached_dispatch", tags=COMMUNICATES)
 def ep_cached_dispatch_op(
     x: Tensor,
     topk_weights: Tensor | None,

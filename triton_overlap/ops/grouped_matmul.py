@@ -24,6 +24,7 @@ from torch import Tensor
 from ..kernels import grouped_matmul as kernel
 from ..kernels.grouped_matmul import Groups, stored_by_columns
 from .autocast import autocast_operands
+from .operator import operator
 from .validation import (
     PRODUCT_DTYPES,
     check_dense,
@@ -55,7 +56,7 @@ def _torch_has_it(a: Tensor, k: int, n: int, alignment: int) -> bool:
     )
 
 
-@torch.library.custom_op("triton_overlap::grouped_matmul", mutates_args=())
+@operator("grouped_matmul")
 def grouped_matmul_op(a: Tensor, b: Tensor, counts: Tensor, main_grad: Tensor | None, alignment: int) -> Tensor:
     """``torch.ops.triton_overlap.grouped_matmul``. Arguments as those of ``grouped_matmul``."""
     _check(a, b, counts, main_grad, alignment)
@@ -71,7 +72,7 @@ def _fake(a: Tensor, b: Tensor, counts: Tensor, main_grad: Tensor | None, alignm
     return a.new_empty((a.shape[0], b.shape[2]))
 
 
-@torch.library.custom_op("triton_overlap::grouped_gradient", mutates_args=())
+@operator("grouped_gradient")
 def grouped_gradient_op(a: Tensor, g: Tensor, counts: Tensor, alignment: int, by_columns: bool) -> Tensor:
     """``torch.ops.triton_overlap.grouped_gradient``: ``a^T g`` of each group, of contiguous memory.
 
@@ -96,7 +97,7 @@ def _gradient_fake(a: Tensor, g: Tensor, counts: Tensor, alignment: int, by_colu
     return a.new_empty((counts.shape[0], *sizes))
 
 
-@torch.library.custom_op("triton_overlap::grouped_gradient_", mutates_args=("main_grad",))
+@operator("grouped_gradient_", mutates_args=("main_grad",))
 def grouped_gradient_into_op(a: Tensor, g: Tensor, counts: Tensor, alignment: int, main_grad: Tensor) -> None:
     """``torch.ops.triton_overlap.grouped_gradient_``: add ``a^T g`` of each group to float32 [E, K, N]."""
     kernel.launch_gradient(a, g, Groups(counts, alignment), by_columns=False, accumulate_into=main_grad)

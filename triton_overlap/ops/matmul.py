@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..kernels import matmul as matmul_kernel
 from .autocast import autocast_operands
+from .operator import operator
 from .rows import check_active_tokens, check_device, check_matrix, check_vector
 from .validation import check_main_grad, check_optional_tensors, check_tensors, refuse_double_backward
 from .weight_gradient import bias_gradient, weight_gradient
@@ -28,7 +29,7 @@ __all__ = ["matmul", "matmul_op"]
 _NAME = "matmul"
 
 
-@torch.library.custom_op("triton_overlap::matmul", mutates_args=())
+@operator("matmul")
 def matmul_op(
     a: Tensor,
     b: Tensor,

@@ -34,7 +34,7 @@ from ..kernels import all_gather as all_gather_kernel
 from ..kernels import by_method, gathered
 from ..kernels.methods import Method
 from .autocast import autocast_operands
-from .tags import COMMUNICATES
+from .operator import COMMUNICATES, operator
 from .validation import (
     check_activation,
     check_method,
@@ -54,7 +54,7 @@ _ALL_REDUCE = "matmul_all_reduce"
 _REPLICATED = "replicated_matmul"
 
 
-@torch.library.custom_op("triton_overlap::matmul_all_reduce", mutates_args=(), tags=COMMUNICATES)
+@operator("matmul_all_reduce", tags=COMMUNICATES)
 def matmul_all_reduce_op(
     a: Tensor, b: Tensor, bias: Tensor | None, main_grad: Tensor | None, buffer: str, method: str
 ) -> Tensor:
@@ -83,7 +83,7 @@ def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 matmul_all_reduce_op.register_autograd(_all_reduce_backward, setup_context=save_product)
 
 
-@torch.library.custom_op("triton_overlap::replicated_matmul", mutates_args=())
+@operator("replicated_matmul")
 def replicated_matmul_op(
     x: Tensor, b: Tensor, bias: Tensor | None, main_grad: Tensor | None, buffer: str, method: str
 ) -> Tensor:

@@ -25,7 +25,7 @@ from ..kernels import by_method
 from ..kernels.methods import Method, gather_method
 from .autocast import autocast_operands
 from .gemm_methods import GemmMethods
-from .tags import COMMUNICATES
+from .operator import COMMUNICATES, operator
 from .validation import (
     check_optional_tensors,
     check_reduced_product,
@@ -43,7 +43,7 @@ __all__ = ["matmul_reduce_scatter", "matmul_reduce_scatter_op"]
 _NAME = "matmul_reduce_scatter"
 
 
-@torch.library.custom_op("triton_overlap::matmul_reduce_scatter", mutates_args=(), tags=COMMUNICATES)
+@operator("matmul_reduce_scatter", tags=COMMUNICATES)
 def matmul_reduce_scatter_op(
     a: Tensor,
     b: Tensor,

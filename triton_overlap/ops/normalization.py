@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..kernels import layer_norm as layer_norm_kernel
 from ..kernels.layer_norm import Statistics
+from .operator import operator
 from .rows import check_active_tokens, check_matrix, check_same, check_vector
 from .validation import check_optional_tensors, check_tensors, refuse_double_backward
 
@@ -34,7 +35,7 @@ def _check(
     check_active_tokens(operation, x, active_tokens, shards)
 
 
-@torch.library.custom_op("triton_overlap::layer_norm", mutates_args=())
+@operator("layer_norm")
 def layer_norm_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, active_tokens: Tensor | None, shards: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +56,7 @@ def _layer_norm_fake(
     return x.new_empty(x.shape), rstd, torch.empty_like(rstd)
 
 
-@torch.library.custom_op("triton_overlap::rms_norm", mutates_args=())
+@operator("rms_norm")
 def rms_norm_op(
     x: Tensor, weight: Tensor, eps: float, active_tokens: Tensor | None, shards: int
 ) -> tuple[Tensor, Tensor]:
@@ -74,7 +75,7 @@ def _rms_norm_fake(
     return x.new_empty(x.shape), x.new_empty((x.shape[0],), dtype=torch.float32)
 
 
-@torch.library.custom_op("triton_overlap::norm_backward", mutates_args=())
+@operator("norm_backward")
 def norm_backward_op(
     grad: Tensor,
     x: Tensor,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import reduce_scatter as reduce_scatter_kernel
-from .tags import COMMUNICATES
+from .operator import COMMUNICATES, operator
 from .validation import (
     check_activation,
     check_count,
@@ -32,7 +32,7 @@ __all__ = ["reduce_scatter", "reduce_scatter_op"]
 _NAME = "reduce_scatter"
 
 
-@torch.library.custom_op("triton_overlap::reduce_scatter", mutates_args=(), tags=COMMUNICATES)
+@operator("reduce_scatter", tags=COMMUNICATES)
 def reduce_scatter_op(x: Tensor, buffer: str, active_tokens: Tensor | None = None) -> Tensor:
     """``torch.ops.triton_overlap.reduce_scatter``: ``x`` [T, H] -> [T/W, H], fresh, through the buffer with the handle
     ``buffer``."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import rotary as rotary_kernel
+from .operator import operator
 from .rows import check_active_tokens, check_device, check_integers, check_matrix
 from .validation import check_optional_tensors, check_tensors, refuse_double_backward
 
@@ -51,7 +52,7 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
-@torch.library.custom_op("triton_overlap::rotary", mutates_args=())
+@operator("rotary")
 def rotary_op(
     x: Tensor, angles: Tensor, cu_seqlens: Tensor | None, active_tokens: Tensor | None, inverse: bool
 ) -> Tensor:
@@ -96,7 +97,7 @@ def _parts(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1:]
 
 
-@torch.library.custom_op("triton_overlap::rotary_qkv", mutates_args=())
+@operator("rotary_qkv")
 def rotary_qkv_op(
     qkv: Tensor, angles: Tensor | None, cu_seqlens: Tensor | None, active_tokens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,7 +129,7 @@ def _rotary_qkv_fake(
     )
 
 
-@torch.library.custom_op("triton_overlap::rotary_qkv_backward", mutates_args=())
+@operator("rotary_qkv_backward")
 def rotary_qkv_backward_op(
     query_grad: Tensor,
     key_grad: Tensor,

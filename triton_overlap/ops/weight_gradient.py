@@ -20,6 +20,7 @@ from torch import Tensor
 from ..kernels import column_sum
 from ..kernels import weight_gradient as weight_gradient_kernel
 from .autocast import without_autocast
+from .operator import operator
 from .rows import check_active_tokens, check_matrix
 
 __all__ = [
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 
-@torch.library.custom_op("triton_overlap::weight_gradient_", mutates_args=("main_grad",))
+@operator("weight_gradient_", mutates_args=("main_grad",))
 def weight_gradient_(
     a: Tensor, g: Tensor, main_grad: Tensor, active_tokens: Tensor | None = None, shards: int = 1
 ) -> None:
@@ -64,7 +65,7 @@ def _weight_gradient_fake(
     return None
 
 
-@torch.library.custom_op("triton_overlap::row_weight_gradient", mutates_args=())
+@operator("row_weight_gradient")
 def row_weight_gradient(a: Tensor, g: Tensor, active_tokens: Tensor | None, shards: int = 1) -> Tensor:
     """``torch.ops.triton_overlap.row_weight_gradient``: ``a^T g`` over the active rows -> [K, N], fresh."""
     if a.dim() != 2 or g.dim() != 2 or a.shape[0] != g.shape[0] or a.dtype != g.dtype or a.device != g.device:
@@ -81,7 +82,7 @@ def _row_weight_gradient_fake(a: Tensor, g: Tensor, active_tokens: Tensor | None
     return a.new_empty((a.shape[1], g.shape[1]))
 
 
-@torch.library.custom_op("triton_overlap::row_bias_gradient", mutates_args=())
+@operator("row_bias_gradient")
 def row_bias_gradient(g: Tensor, active_tokens: Tensor | None, shards: int = 1) -> Tensor:
     """``torch.ops.triton_overlap.row_bias_gradient``: the sum of the active rows of ``g`` -> [N], fresh."""
     check_matrix("row_bias_gradient", "g", g)
