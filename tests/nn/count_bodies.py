@@ -160,6 +160,34 @@ def autocast(group: to.Group) -> None:
     assert heads[0].dtype == heads[1].dtype == torch.bfloat16
 
 
+def registered_when_built(group: to.Group) -> None:
+    """A layer built for counts on the device registers nothing later, so its first call may be a compiled one."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    capacity = 4 * group.world_size
+    layer = to.nn.TransformerLayer(
+        32,
+        48,
+        4,
+        group=group,
+        max_tokens=capacity,
+        sequence_parallel=True,
+        device_count=True,
+        params_dtype=torch.float32,
+    )
+    allocations = to.symmetric_allocations()
+    compiler = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=compiler)
+    x = torch.randn(4, 32, device=group.device)
+    tokens = torch.zeros((), dtype=torch.int32, device=group.device)
+    for rows in (3, 1, 4):
+        tokens.fill_(rows * group.world_size)
+        found, expected = (function(x, active_tokens=tokens)[:rows] for function in (compiled, layer))
+        torch.testing.assert_close(found, expected)
+    assert compiler.frame_count == 1
+    assert to.symmetric_allocations() == allocations
+
+
 def refusals(group: to.Group) -> None:
     """What cannot go with a count on the device says so before the call."""
     count = torch.full((), group.world_size, dtype=torch.int32, device=group.device)
@@ -167,6 +195,9 @@ def refusals(group: to.Group) -> None:
     whole = to.nn.Linear(8, 8, parallel_mode="column", **shared)
     with pytest.raises(NotImplementedError, match="needs sequence_parallel=True"):
         whole(torch.zeros(4, 8, device=group.device), active_tokens=count)
+    for layer in (to.nn.Linear, to.nn.LayerNormLinear):
+        with pytest.raises(NotImplementedError, match="needs sequence_parallel=True"):
+            layer(8, 8, parallel_mode="column", device_count=True, **shared)
     split = to.nn.Linear(8, 8, parallel_mode="column", sequence_parallel=True, **shared)
     with pytest.raises(to.errors.ActiveShapeError, match="the tokens are packed"):
         split(torch.zeros(2, 2, 8, device=group.device), active_tokens=count)

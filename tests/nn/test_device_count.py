@@ -51,6 +51,10 @@ def test_autocast() -> None:
     on_ranks(2, count_bodies.autocast)
 
 
+def test_registered_when_built() -> None:
+    on_ranks(2, count_bodies.registered_when_built)
+
+
 def test_refusals() -> None:
     on_ranks(2, count_bodies.refusals)
 

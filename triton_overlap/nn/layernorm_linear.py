@@ -101,7 +101,7 @@ class LayerNormLinear(Linear):
         """``x`` -> the linear layer of its norm; ``active_tokens`` as in :class:`Linear`."""
         check_input(type(self).__name__, "the input", x)
         if active_tokens is not None:
-            self._check_device_count(x)
+            self._check_counted(x)
         normalized = normalize(
             self.normalization,
             x,

@@ -79,9 +79,9 @@ class LayerNormMLP(nn.Module):
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         activation: a name in ``ACTIVATIONS`` or ``GATED_ACTIVATIONS``.
         group: the ranks; every one of them builds the layer. Collective.
-        settings: ``max_tokens``, ``sequence_parallel``, ``save_gathered_input``, ``params_dtype``, ``device`` and the
-            ``ub_`` flags of :class:`Linear`; each goes to the layers it is meant for, whose ``ub_name`` is ``"fc1"``
-            and ``"fc2"``.
+        settings: ``max_tokens``, ``sequence_parallel``, ``save_gathered_input``, ``device_count``, ``params_dtype``,
+            ``device`` and the ``ub_`` flags of :class:`Linear`; each goes to the layers it is meant for, whose
+            ``ub_name`` is ``"fc1"`` and ``"fc2"``.
 
     Raises:
         ValueError: a setting does not fit; the message says what would.

@@ -59,8 +59,8 @@ class MultiheadAttention(nn.Module):
         softmax_scale: of the scores; ``1 / sqrt(kv_channels)`` by default.
         group: the ranks; every one of them builds the layer. Collective.
         settings: ``max_tokens`` (the largest S times batch for plain batches), ``sequence_parallel``,
-            ``save_gathered_input``, ``params_dtype``, ``device`` and the ``ub_`` flags of :class:`Linear`; each goes to
-            the layers it is meant for, whose ``ub_name`` is ``"qkv"`` and ``"proj"``.
+            ``save_gathered_input``, ``device_count``, ``params_dtype``, ``device`` and the ``ub_`` flags of
+            :class:`Linear`; each goes to the layers it is meant for, whose ``ub_name`` is ``"qkv"`` and ``"proj"``.
 
     Raises:
         ValueError: a setting does not fit; the message says what would.

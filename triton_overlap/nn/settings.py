@@ -23,6 +23,7 @@ class LayerSettings(TypedDict, total=False):
     max_tokens: int | None
     sequence_parallel: bool
     save_gathered_input: bool | None
+    device_count: bool
     params_dtype: torch.dtype | None
     device: torch.device | str | None
     ub_overlap_ag: bool

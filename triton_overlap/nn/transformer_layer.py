@@ -53,9 +53,9 @@ class TransformerLayer(nn.Module):
         group: the ranks; every one of them builds the layer. Collective.
         ub_tp_comm_overlap: switches all overlap flags; needs ``sequence_parallel``.
         settings: ``max_tokens`` (the largest S times batch for plain batches), ``sequence_parallel``,
-            ``save_gathered_input``, ``params_dtype``, ``device`` and the ``ub_`` flags of :class:`Linear`. Under
-            ``ub_tp_comm_overlap`` flags are set by default, but for ``ub_overlap_rs_dgrad``; without it they count for
-            nothing.
+            ``save_gathered_input``, ``device_count``, ``params_dtype``, ``device`` and the ``ub_`` flags of
+            :class:`Linear`. Under ``ub_tp_comm_overlap`` flags are set by default, but for ``ub_overlap_rs_dgrad``;
+            without it they count for nothing.
 
     Raises:
         ValueError: a setting does not fit; the message says what would.
