@@ -188,7 +188,7 @@ def _interrupted() -> None:
     group, buffer = _start()
     _gather_matmul(buffer, 8)
     epoch = buffer.epoch
-    with pytest.raises(KeyboardInterrupt), buffer.call(16):
+    with pytest.raises(KeyboardInterrupt), buffer.call():
         raise KeyboardInterrupt
     assert buffer.epoch == epoch + 1
     assert "KeyboardInterrupt" in str(group.broken)
@@ -221,7 +221,7 @@ def _copies_and_threads() -> None:
     for shared in (buffer, group):
         with pytest.raises(TypeError, match=r"state_dict\(\)"):
             pickle.dumps(shared)
-    with ThreadPoolExecutor(1) as pool, buffer.call(2):
+    with ThreadPoolExecutor(1) as pool, buffer.call():
         with pytest.raises(RuntimeError, match="in use by another thread"):
             pool.submit(_gather_matmul, buffer, 8).result()
     group.close()

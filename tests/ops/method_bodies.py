@@ -85,6 +85,24 @@ def beside(group: to.Group, sizes: Sizes, dtype: torch.dtype, methods: list[str]
                     assert_close("gradient of one input alone", alone[i].grad, tensor.grad, dtype)
 
 
+def either_sender(group: to.Group, sizes: Sizes, dtype: torch.dtype) -> None:
+    """What the copy engine sent once, programs send later without compiling anything: the rows decide who sends."""
+    buffer = sizes.buffer(group, dtype)
+    rows = sizes.rows[0]
+
+    def by(use_ce: bool) -> None:
+        a, b = torch.ones(2, 4, dtype=dtype), torch.ones(4, 3, dtype=dtype)
+        method = to.Method("bulk", use_ce=use_ce)
+        to.all_gather_beside_matmul(torch.ones(rows, sizes.hidden, dtype=dtype), a, b, buffer=buffer, method=method)
+        whole = torch.ones(rows * group.world_size, sizes.hidden, dtype=dtype)
+        to.reduce_scatter_beside_matmul(whole, a, b, buffer=buffer, method=method)
+
+    by(use_ce=True)
+    before = counters()
+    by(use_ce=False)
+    assert_steady("programs after the copy engine", before)
+
+
 def beside_errors(group: to.Group, sizes: Sizes) -> None:
     """What is wrong with the product or the method is said before anything is sent."""
     buffer = sizes.buffer(group, torch.float32)

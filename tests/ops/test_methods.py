@@ -48,6 +48,11 @@ def test_collective_beside_a_product_in_any_schedule(world_size: int, seed: int)
     in_simulator(world_size, seed, method_bodies.beside, ONE_COUNT, torch.float32, BULK[:2])
 
 
+def test_either_sender_is_compiled_at_the_first_call() -> None:
+    # Columns that no other test has: what a process compiled once is not compiled again.
+    on_ranks(2, method_bodies.either_sender, Sizes(hidden=40, features=8, rows=(3,), max_rows=3), torch.float16)
+
+
 def test_without_sequence_parallelism() -> None:
     on_ranks(2, method_bodies.all_reduce, PIECES, torch.float32, [*REDUCE, *NCCL])
 

@@ -129,8 +129,9 @@ class Backend(Protocol):
         """int64 ``[count]`` zeros in host memory that kernels write by address and the host reads without a
         synchronisation (pinned memory on GPUs)."""
 
-    def record_event(self) -> Any:
-        """An event after everything that the current stream holds now."""
+    def record_event(self, again: Any = None) -> Any:
+        """An event after everything that the current stream holds now; ``again``, one that nobody else keeps, is
+        recorded anew and may be what is returned."""
 
     def wait_event(self, event: Any) -> None:
         """What the current stream gets next starts after ``event``."""

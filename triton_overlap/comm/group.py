@@ -178,7 +178,7 @@ class Group:
         calls of the group, as with any work of a graph.
         """
         if not self._capturing():
-            self._last_call = self.backend.record_event()
+            self._last_call = self.backend.record_event(self._last_call)
 
     def interrupted(self, what: str) -> None:
         """A call ended by an exception after it may have announced something: the group is broken."""

@@ -9,8 +9,7 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -95,6 +94,21 @@ def check_capacity(what: str, max_tokens: object, hidden: object, dtype: object)
     if not isinstance(dtype, torch.dtype):
         allowed = ", ".join(map(str, DTYPES))
         raise TypeError(f"{what}: dtype must be a torch.dtype, got {dtype!r}; allowed: {allowed}")
+
+
+class CallScope:
+    """The context of one call on a buffer. A class, since a generator's context costs twice the host time."""
+
+    __slots__ = ("_buffer",)
+
+    def __init__(self, buffer: UserBuffer) -> None:
+        self._buffer = buffer
+
+    def __enter__(self) -> Call:
+        return self._buffer.begin_call()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._buffer.end_call(error)
 
 
 class UserBuffer:
@@ -279,9 +293,8 @@ class UserBuffer:
         if active_tokens.device != self.group.device:
             raise ValueError(f"active_tokens must be on {self.group.device}, got {active_tokens.device}; move it there")
 
-    @contextmanager
-    def call(self, tokens: int) -> Iterator[Call]:
-        """Everything that one collective call launches goes inside.
+    def call(self) -> CallScope:
+        """Everything that one collective call launches goes inside ``with buffer.call() as call:``.
 
         The body may count on the group's previous call having ended on this device, on whatever stream and buffer it
         ran. For this buffer, that is what makes the slots safe (comm/README.md); for the others, it keeps two
@@ -289,18 +302,28 @@ class UserBuffer:
 
         An exception in the body breaks the group: something may have been announced already, so the epoch stays used.
         """
+        return CallScope(self)
+
+    def begin_call(self) -> Call:
+        """For :class:`CallScope`: the call's epoch and slot."""
         self._check_open()
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(f"{self.handle} is in use by another thread; calls on a buffer come one after another")
         try:
             self.group.before_call(capturable=self.device_count)
-            if not self.device_count:
-                self._epoch = _next_epoch(self._epoch)
-            try:
-                yield Call(self._epoch)
-            except BaseException as error:
+        except BaseException:
+            self._in_use.release()
+            raise
+        if not self.device_count:
+            self._epoch = _next_epoch(self._epoch)
+        return Call(self._epoch)
+
+    def end_call(self, error: BaseException | None) -> None:
+        """For :class:`CallScope`: everything is launched, or ``error`` was raised before it was."""
+        try:
+            if error is not None:
                 self.group.interrupted(f"a call on {self.handle} raised {error!r} on rank {self.group.rank}")
-                raise
+                return
             self.group.record_call()
             self.group.after_call()
         finally:

@@ -218,7 +218,7 @@ def launch(
     if active_tokens is not None:  # the copy engine's sizes are the host's
         copies = None
     by = "fused" if copies is None else "fused by copy engine"
-    with buffer.call(tokens) as call:
+    with buffer.call() as call:
         slot, slot_rows = buffer.slot_chunks(rows)
         if copies is None:
             rows_per_flag = rows_per_piece(config.BLOCK_M, k * x.element_size())

@@ -1,15 +1,15 @@
 """The one place that launches kernels: it counts compilation keys, under the interpreter too.
 
 Triton compiles a kernel anew for each combination of constexprs, argument types, and, unless told not to specialise, of
-"is 1" and "divisible by 16" for integers and "aligned to 16 bytes" for pointers. Where kernels are compiled its own
-caches are counted. Where they are interpreted a key with the same parts is computed here, so a token count that would
-compile on a GPU is seen on a machine without one; tests compare the two.
+"is 1" and "divisible by 16" for integers and "aligned to 16 bytes" for pointers. A key with the same parts is computed
+here. Where kernels are compiled, it finds the compiled kernel, and Triton's own caches are counted. Where they are
+interpreted, keys are counted, so a token count that would compile on a GPU is seen on a machine without one. Tests
+compare the two.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from ..comm.device import INTERPRETED
 #: Run-time arguments that are written in capitals all the same, as in the field; every other name in capitals is a
 #: constexpr.
 _RUNTIME_SIZES = ("N", "K", "T")
+_INT32 = 2**31
 
-_keys: set[tuple[Any, ...]] = set()
-_compiled_kernels: set[Any] = set()
+_launchers: dict[Any, _Launcher] = {}
 
 
 def specializations() -> int:
@@ -32,38 +32,71 @@ def specializations() -> int:
 
 def specializations_by_kernel() -> dict[str, int]:
     """The same for each kernel by its name, to see which of them compiles anew."""
-    found = Counter(key[0] for key in _keys)
-    for kernel in _compiled_kernels:
-        found[kernel.fn.__name__] += sum(len(caches[0]) for caches in kernel.device_caches.values())
-    return dict(found)
-
-
-def _argument_key(name: str, value: Any, specialise: bool) -> Any:
-    if name.isupper() and name not in _RUNTIME_SIZES:  # a constexpr
-        return value
-    if isinstance(value, torch.Tensor):
-        return (value.dtype, value.data_ptr() % 16 == 0) if specialise else (value.dtype,)
-    if isinstance(value, float):
-        return "fp32"
-    if isinstance(value, TensorDescriptor):
-        return ("descriptor", value.base.dtype, tuple(value.block_shape))
-    if isinstance(value, int) and not isinstance(value, bool):
-        width = "i32" if -(2**31) <= value < 2**31 else "i64"
-        return (width, value == 1, value % 16 == 0) if specialise else (width,)
-    return value
-
-
-def _unspecialised(kernel: Any) -> frozenset[str]:
-    # A compiled function keeps the list as an attribute, an interpreted one among the decorator's arguments.
-    names = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs", {}).get("do_not_specialize")
-    return frozenset(names or ())
+    return {kernel.fn.__name__: launcher.specializations() for kernel, launcher in _launchers.items()}
 
 
 def compilation_key(kernel: Any, options: dict[str, int], arguments: dict[str, Any]) -> tuple[Any, ...]:
     """What Triton would compile ``kernel`` for, given these arguments by name."""
-    unspecialised = _unspecialised(kernel)
-    parts = tuple((name, _argument_key(name, value, name not in unspecialised)) for name, value in arguments.items())
-    return (kernel.fn.__name__, tuple(sorted(options.items())), parts)
+    launcher = _Launcher(kernel)
+    return launcher.key(options, [arguments[name] for name in launcher.names])
+
+
+class _Launcher:
+    """Launches of one kernel: its compilation keys, and the compiled kernel of each, which is launched directly.
+
+    Triton binds, specialises and looks up at every launch, and compares each global that the kernel names: as much host
+    time again as the launch. The arguments come by name here, in any order, so the names' positions are looked up once.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        # A compiled function keeps the list as an attribute, an interpreted one among the decorator's arguments.
+        unspecialised = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs", {}).get(
+            "do_not_specialize", ()
+        )
+        self.names = tuple(kernel.arg_names)
+        self._constexprs = tuple(name.isupper() and name not in _RUNTIME_SIZES for name in self.names)
+        self._specialised = tuple(name not in unspecialised for name in self.names)
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def specializations(self) -> int:
+        if INTERPRETED.value:
+            return len(self._compiled)
+        return sum(len(caches[0]) for caches in self.kernel.device_caches.values())
+
+    def key(self, options: dict[str, int], values: list[Any]) -> tuple[Any, ...]:
+        """What Triton would compile the kernel for, given its arguments in order."""
+        parts: list[Any] = list(options.values())
+        for value, constexpr, specialised in zip(values, self._constexprs, self._specialised, strict=True):
+            kind = type(value)
+            if constexpr or value is None:
+                parts.append(value)
+            elif kind is int:
+                parts.append(-_INT32 <= value < _INT32)
+                if specialised:
+                    parts.append("one" if value == 1 else value % 16 == 0)
+            elif kind is TensorDescriptor:
+                parts.append((value.base.dtype, *value.block_shape))
+            elif kind is float:
+                parts.append(kind)
+            else:
+                parts.append(value.dtype)
+                if specialised:
+                    parts.append(value.data_ptr() % 16 == 0)
+        return tuple(parts)
+
+    def __call__(self, num_programs: int, options: dict[str, int], arguments: dict[str, Any]) -> None:
+        values = [arguments[name] for name in self.names]
+        if INTERPRETED.value:
+            self._compiled.setdefault(self.key(options, values))
+            self.kernel[(num_programs,)](*values, **options)
+            return
+        key = (torch.cuda.current_device(), *self.key(options, values))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            self._compiled[key] = self.kernel[(num_programs,)](*values, **options)
+        else:
+            compiled[(num_programs, 1, 1)](*values)
 
 
 def launch_kernel_on(
@@ -76,9 +109,15 @@ def launch_kernel_on(
 
 
 def launch_kernel(kernel: Any, num_programs: int, options: dict[str, int], **arguments: Any) -> None:
-    """Launch ``kernel`` on a one-dimensional grid."""
-    if INTERPRETED.value:
-        _keys.add(compilation_key(kernel, options, arguments))
-    else:
-        _compiled_kernels.add(kernel)
-    kernel[(num_programs,)](**arguments, **options)
+    """Launch ``kernel`` on a one-dimensional grid.
+
+    Args:
+        kernel: to launch.
+        num_programs: of the grid.
+        options: Triton's, in the same order at every launch of the kernel.
+        arguments: all of the kernel's, by name.
+    """
+    launcher = _launchers.get(kernel)
+    if launcher is None:
+        launcher = _launchers[kernel] = _Launcher(kernel)
+    launcher(num_programs, options, arguments)

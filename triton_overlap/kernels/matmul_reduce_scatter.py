@@ -283,7 +283,7 @@ def launch(
     config = config or tile_config(a.dtype, b.shape[1], k, interpreted=group.backend.interpreted)
     out = torch.empty(rows, b.shape[1], dtype=a.dtype, device=a.device)
     descriptors = use_descriptors(config, a, stored_b.matrix, out)
-    with buffer.call(tokens) as call:
+    with buffer.call() as call:
         slot, slot_rows = buffer.slot_chunks(rows)
         launch_kernel(
             matmul_reduce_scatter_kernel,

@@ -118,7 +118,7 @@ def launch(
     rows = tokens // group.world_size
     config = config or tile_config(x.dtype, k, k, interpreted=group.backend.interpreted)
     out = torch.empty(rows, k, dtype=x.dtype, device=x.device)
-    with buffer.call(tokens) as call:
+    with buffer.call() as call:
         _, slot_rows = buffer.slot_chunks(rows)
         launch_kernel(
             reduce_scatter_kernel,

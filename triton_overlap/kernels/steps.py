@@ -229,6 +229,9 @@ def close_kernel(
         poison(out_ptr, out_rows.to(tl.int64) * columns, COPY_BLOCK)
 
 
+_prepared: set[tuple[torch.device, torch.dtype, int, bool]] = set()
+
+
 @dataclass
 class Steps:
     """The launches of one call, in the order in which the caller asks for them; made by :func:`stepped_call`.
@@ -304,10 +307,19 @@ class Steps:
         if self.copies is not None:
             assert part is None
             self._copy(self.copies, x, first_step, steps, chunked)
+            self._prepare_push(x, chunked)
             return
         first, last = part or (0, self.pieces)
         with self.aside():
             self.push(x, first_step, steps, chunked=chunked, part=(first, last))
+
+    def _prepare_push(self, x: torch.Tensor, chunked: bool) -> None:
+        """Have the kernel compiled that sends fewer rows than the copy engine is good for, so that no later count does
+        it: a launch that pushes to no rank."""
+        key = (x.device, x.dtype, x.shape[1], chunked)
+        if key not in _prepared:
+            _prepared.add(key)
+            self.push(x, 1, 0, chunked=chunked, part=(0, 0))
 
     def push(self, x: torch.Tensor, first_step: int, steps: int, *, chunked: bool, part: tuple[int, int]) -> None:
         """As ``send``, by programs on the current stream."""
@@ -452,7 +464,7 @@ def stepped_call(
     operation, n, k = opening
     copies = sending_copies(buffer, rows, method)
     by = method.name + (" by copy engine" if copies is not None else "")
-    with buffer.call(rows * group.world_size) as call:
+    with buffer.call() as call:
         header = {
             "epoch": call.epoch,
             "rows": rows,

@@ -100,6 +100,16 @@ class _CopyEngine:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
+class _Event(torch.cuda.Event):
+    """An event that knows the stream it was last recorded on."""
+
+    recorded_on: Any = None
+
+    def record(self, stream: Any = None) -> None:
+        super().record(stream)
+        self.recorded_on = stream
+
+
 class CudaBackend(ProcessBackend):
     """See :class:`triton_overlap.comm.backend.Backend` and the module's page. Collective.
 
@@ -132,6 +142,7 @@ class CudaBackend(ProcessBackend):
         self.copies = _CopyEngine(self.device)
         # High priority, so that a few programs that communicate get their places beside a GEMM that fills the GPU.
         self._side_stream = torch.cuda.Stream(self.device, priority=-1)
+        self._streams: dict[tuple[int, ...], torch.cuda.Stream] = {}
 
     def symmetric_empty(self, num_bytes: int, timeout_s: float) -> SymmetricMemory:
         """See the protocol. ``BackendError`` on every rank where one rank's GPU has no memory left."""
@@ -163,13 +174,23 @@ class CudaBackend(ProcessBackend):
     def host_words(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int64, pin_memory=True)
 
-    def record_event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
+    def record_event(self, again: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        event = _Event() if again is None else again
+        event.record(self._current_stream())
         return event
 
     def wait_event(self, event: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(event)
+        stream = self._current_stream()
+        if getattr(event, "recorded_on", None) is not stream:  # a stream's own order is enough
+            stream.wait_event(event)
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        # torch.cuda.current_stream makes a new object at each use, which costs more than what it is used for here.
+        key = torch._C._cuda_getCurrentStream(self.device.index)
+        stream = self._streams.get(key)
+        if stream is None:
+            stream = self._streams[key] = torch.cuda.current_stream(self.device)
+        return stream
 
     def side_stream(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(self._side_stream)

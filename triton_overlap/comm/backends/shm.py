@@ -192,7 +192,7 @@ class ShmBackend(ProcessBackend):
     def host_words(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int64)
 
-    def record_event(self) -> None:
+    def record_event(self, again: None = None) -> None:
         """None: whatever was launched has finished."""
 
     def wait_event(self, event: Any) -> None:

@@ -157,7 +157,7 @@ class SimBackend:
         self._allocations += 1
         return f"{kind} {self._allocations}@rank{self.rank}"
 
-    def record_event(self) -> Event:
+    def record_event(self, again: Event | None = None) -> Event:
         """An event after everything that the current stream holds now."""
         self._open()
         return self._machine.record_event()
