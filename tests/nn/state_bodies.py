@@ -190,6 +190,8 @@ def settings(group: to.Group, case: Case) -> None:
         yield lambda: attention(x, cu_seqlens_q=cu, cu_seqlens_kv=cu.clone()), "the tensor given as cu_seqlens_q"
         yield lambda: attention(x, cu_seqlens_q=cu, max_seqlen_q=3, max_seqlen_kv=4), "must be max_seqlen_q 3"
         yield lambda: attention(x, cu_seqlens_q=cu.float()), "int32 or int64"
+        few = to.nn.RotaryPositionEmbedding(attention.kv_channels, device=group.device)(1)
+        yield lambda: attention(x, rotary_pos_emb=few), "has 1 positions and the sequence"
         yield lambda: padded(x), "needs cu_seqlens_q"
         if group.device.type == "cpu":
             yield lambda: attention(x, cu_seqlens_q=cu - 1), "rise from 0 to the token count"

@@ -16,7 +16,7 @@ from tests.nn.cases import BULK, ROW, RS_DGRAD, Case
 from tests.nn.plain import Shape
 from tests.ops.cases import Body, in_simulator, on_ranks
 from triton_overlap.nn import attention
-from triton_overlap.nn.rotary import RotaryPositionEmbedding, apply_rotary, document_positions
+from triton_overlap.nn.rotary import RotaryPositionEmbedding, apply_rotary
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = Case(Shape(hidden=32, heads=8, kv_heads=4, head_dim=8, ffn=48), tokens=(11, 1, 16), capacity=16)
@@ -80,17 +80,6 @@ def _part(value: Any) -> str:
 def _run_block(ranks: Ranks | int, case: Case, args: tuple[Any, ...]) -> None:
     dtype, part, shape, changes = args
     on_ranks(ranks, value_bodies.blocks, replace(case, shape=replace(case.shape, **shape), **changes), dtype, part)
-
-
-def test_positions_restart_in_each_document() -> None:
-    for bounds, expected in (
-        ([0, 3, 5], [0, 1, 2, 0, 1]),
-        ([0, 0, 1, 1, 1, 4, 4], [0, 0, 1, 2]),  # documents without a token
-        ([0, 2], [0, 1]),
-    ):
-        for dtype in (torch.int32, torch.int64):
-            cu_seqlens = torch.tensor(bounds, dtype=dtype)
-            assert document_positions(cu_seqlens, bounds[-1]).tolist() == expected
 
 
 def test_rotation_of_part_of_a_head() -> None:

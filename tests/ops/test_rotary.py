@@ -10,13 +10,15 @@ from torch import Tensor
 
 import triton_overlap as to
 from tests.ops.cases import assert_close, assert_equal
-from triton_overlap.nn.rotary import apply_rotary, document_positions
+from triton_overlap.nn.rotary import apply_rotary
 
 ANGLES = to.nn.RotaryPositionEmbedding(dim=16)(max_seq_len=32)
 
 
 def _expected(x: Tensor, angles: Tensor, cu_seqlens: Tensor) -> Tensor:
-    return apply_rotary(x, angles.flatten(1, 2)[document_positions(cu_seqlens, x.shape[0])])
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+    positions = torch.tensor([position for length in lengths for position in range(length)])
+    return apply_rotary(x, angles.flatten(1, 2)[positions])
 
 
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64), ids=str)

@@ -22,7 +22,7 @@ from ..ops import rotary_qkv
 from .attention import packed_attention, plain_attention
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
-from .rotary import apply_rotary, document_positions
+from .rotary import apply_rotary
 from .settings import LayerSettings, check_group, check_input, settings_of
 
 if TYPE_CHECKING:
@@ -149,7 +149,8 @@ class MultiheadAttention(nn.Module):
             hidden_states: packed [T/W, hidden], or a plain batch [S/W, batch, hidden]; T and S instead of T/W and S/W
                 without ``sequence_parallel``. Two dimensions without ``cu_seqlens_q`` are one document.
             rotary_pos_emb: float32 [positions, 1, 1, R] from :class:`RotaryPositionEmbedding`, with as many positions
-                as the longest document has; positions start at 0 in each document.
+                as the longest document has; positions start at 0 in each document. A document that is longer gets NaN
+                in the rows beyond: nothing is read back from the device to see it.
             cu_seqlens_q: [documents + 1], int32 or int64, on the group's device, the same on every rank: where each
                 document starts, counted over all T tokens, and T at the end. A pad document at the end
                 (``packing.pad_packed``) is a document like any other.
@@ -172,11 +173,7 @@ class MultiheadAttention(nn.Module):
         qkv = qkv.unflatten(-1, (self.kv_heads, self.heads_per_group + 2, self.kv_channels))
         if active_tokens is not None:
             return self._attend_active(qkv, rotary_pos_emb, cu_seqlens_q, max_seqlen_q, active_tokens)
-        query, key, value = qkv.split([self.heads_per_group, 1, 1], dim=-2)
-        query, key, value = query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2)
-        if rotary_pos_emb is not None:
-            angles = _angles(rotary_pos_emb, cu_seqlens_q, query)
-            query, key = apply_rotary(query, angles), apply_rotary(key, angles)
+        query, key, value = self._split_heads(qkv, rotary_pos_emb, cu_seqlens_q)
         settings = self._attention_settings()
         if cu_seqlens_q is not None:
             out = packed_attention(query, key, value, cu_seqlens_q, max_seqlen=max_seqlen_q, **settings)
@@ -186,6 +183,25 @@ class MultiheadAttention(nn.Module):
             out = plain_attention(query, key, value, **settings)
         projected: Tensor = self.proj(out.flatten(-2))
         return projected
+
+    def _split_heads(
+        self, qkv: Tensor, angles: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value heads [.., heads, D] of ``qkv`` [.., G, H/G + 2, D], the first two turned."""
+        if angles is not None and cu_seqlens is None:
+            if angles.shape[0] < qkv.shape[0]:
+                raise ValueError(
+                    f"MultiheadAttention: rotary_pos_emb has {angles.shape[0]} positions and the sequence "
+                    f"{qkv.shape[0]}; make it with as many as the longest sequence has"
+                )
+            angles = angles.narrow(0, 0, qkv.shape[0])
+        if angles is not None and qkv.dim() == 4:
+            return rotary_qkv(qkv, angles, cu_seqlens=cu_seqlens)
+        query, key, value = qkv.split([self.heads_per_group, 1, 1], dim=-2)
+        query, key, value = query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2)
+        if angles is not None:  # of a plain batch, whose sequences share the positions
+            query, key = apply_rotary(query, angles), apply_rotary(key, angles)
+        return query, key, value
 
     def _attend_active(
         self,
@@ -242,16 +258,6 @@ class MultiheadAttention(nn.Module):
                 f"{kind}: attn_mask_type {self.attn_mask_type!r} needs cu_seqlens_q; pack the batch, or use "
                 '"causal" or "no_mask" for sequences of one length'
             )
-
-
-def _angles(rotary_pos_emb: Tensor, cu_seqlens: Tensor | None, query: Tensor) -> Tensor:
-    """What ``apply_rotary`` takes for ``query`` [T, heads, D] or [S, batch, heads, D]."""
-    if query.dim() == 3:
-        table = rotary_pos_emb.flatten(1, 2)
-        if cu_seqlens is not None:
-            return table[document_positions(cu_seqlens, query.shape[0])]
-        return table.narrow(0, 0, query.shape[0])
-    return rotary_pos_emb.narrow(0, 0, query.shape[0])
 
 
 def _check_heads(heads: int, kv_heads: int, world_size: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["RotaryPositionEmbedding", "apply_rotary", "document_positions"]
+__all__ = ["RotaryPositionEmbedding", "apply_rotary"]
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -49,19 +49,6 @@ class RotaryPositionEmbedding(nn.Module):
         exponents = torch.arange(0, self.features, 2, dtype=torch.float32, device=self.device) / self.features
         angles = torch.outer(positions, self.rotary_base**-exponents)
         return torch.cat([angles, angles], dim=-1)[:, None, None, :]
-
-
-def document_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Each token's position in its own document: [tokens], the dtype of ``cu_seqlens``. Reads nothing back.
-
-    Numeric example: ``cu_seqlens`` [0, 3, 5] -> [0, 1, 2, 0, 1].
-
-    Args:
-        cu_seqlens: [documents + 1], where each document starts, and ``tokens`` at the end.
-        tokens: T.
-    """
-    index = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    return index - cu_seqlens[torch.searchsorted(cu_seqlens, index, right=True) - 1]
 
 
 def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
