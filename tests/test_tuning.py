@@ -53,7 +53,7 @@ def test_a_table_is_measured_saved_and_followed(tmp_path: Path) -> None:
     assert tables[0] == tables[1]
 
 
-@pytest.mark.parametrize("world_size, seed", ((2, 0), (3, 1)))
+@pytest.mark.parametrize("world_size, seed", ((2, 0), pytest.param(3, 1, marks=pytest.mark.long)))
 def test_a_table_is_measured_in_the_simulator(world_size: int, seed: int) -> None:
     in_simulator(world_size, seed, tuning_bodies.tuned, TINY, None)
 

@@ -21,7 +21,7 @@ FULL_GPU = Problem(rows=1024, k=2048, n=1536, dtype=torch.bfloat16)
 ODD_GPU = Problem(rows=300, k=333, n=251, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("world_size", (1, 2, pytest.param(3, marks=pytest.mark.long)))
 def test_values_in_simulator(world_size: int) -> None:
     to.sim.World(world_size, seed=world_size).run(lambda group: count_bodies.values(group, ALIGNED, [32, 1, 7]))
 

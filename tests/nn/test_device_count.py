@@ -38,8 +38,9 @@ def test_two_byte_dtype() -> None:
     on_ranks(2, count_bodies.values, CPU, torch.float16, "layer")
 
 
-def test_in_simulator() -> None:
-    in_simulator(2, 5, count_bodies.values, _with(TINY, **LLAMA), FP32, "layer")
+@pytest.mark.parametrize("part", ("mlp", pytest.param("layer", marks=pytest.mark.long)))
+def test_in_simulator(part: str) -> None:
+    in_simulator(2, 5, count_bodies.values, _with(TINY, **LLAMA), FP32, part)
 
 
 @pytest.mark.parametrize("normalized", (False, True), ids=("linear", "layernorm_linear"))

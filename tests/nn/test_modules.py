@@ -163,7 +163,7 @@ def test_block(args: tuple[Any, ...]) -> None:
     (
         (1, CPU),
         (3, replace(CPU, tokens=(11, 1), shape=replace(CPU.shape, heads=6, kv_heads=3))),
-        (4, replace(CPU, tokens=(11, 16))),
+        pytest.param(4, replace(CPU, tokens=(11, 16)), marks=pytest.mark.long),
     ),
     ids=("1", "3", "4"),
 )

@@ -26,9 +26,14 @@ NCCL = ["nccl"]
 PIECES = Sizes(hidden=24, features=40, rows=(9, 1), max_rows=11)
 ONE_COUNT = Sizes(hidden=16, features=16, rows=(5,), max_rows=6)
 TINY = Sizes(hidden=16, features=16, rows=(5, 2), max_rows=6)
+DTYPES_AND_SIZES = (
+    (2, torch.bfloat16),
+    pytest.param(2, torch.float16, marks=pytest.mark.long),
+    (3, torch.float32),
+)
 
 
-@pytest.mark.parametrize("world_size, dtype", ((2, torch.bfloat16), (2, torch.float16), (3, torch.float32)), ids=str)
+@pytest.mark.parametrize("world_size, dtype", DTYPES_AND_SIZES, ids=str)
 def test_values(world_size: int, dtype: torch.dtype) -> None:
     on_ranks(world_size, method_bodies.values, PIECES, dtype, [*GATHER, *NCCL], [*REDUCE, *NCCL])
 
@@ -38,12 +43,12 @@ def test_values_of_one_rank() -> None:
     on_ranks(1, method_bodies.beside, PIECES, torch.float32, BULK)
 
 
-@pytest.mark.parametrize("world_size, dtype", ((2, torch.bfloat16), (2, torch.float16), (3, torch.float32)), ids=str)
+@pytest.mark.parametrize("world_size, dtype", DTYPES_AND_SIZES, ids=str)
 def test_collective_beside_a_product(world_size: int, dtype: torch.dtype) -> None:
     on_ranks(world_size, method_bodies.beside, PIECES, dtype, BULK[:2])
 
 
-@pytest.mark.parametrize("world_size, seed", ((2, 0), (3, 1)))
+@pytest.mark.parametrize("world_size, seed", ((2, 0), pytest.param(3, 1, marks=pytest.mark.long)))
 def test_collective_beside_a_product_in_any_schedule(world_size: int, seed: int) -> None:
     in_simulator(world_size, seed, method_bodies.beside, ONE_COUNT, torch.float32, BULK[:2])
 
@@ -69,9 +74,13 @@ def test_no_process_group() -> None:
     in_simulator(2, 0, method_bodies.no_collectives, TINY)
 
 
-@pytest.mark.parametrize("world_size, seed", ((2, 0), (3, 1)))
+@pytest.mark.parametrize("world_size, seed", ((2, 0), pytest.param(3, 1, marks=pytest.mark.long)))
 def test_any_schedule(world_size: int, seed: int) -> None:
     in_simulator(world_size, seed, method_bodies.once, TINY, torch.float32, GATHER, REDUCE)
+
+
+def test_any_schedule_of_three_ranks() -> None:
+    in_simulator(3, 1, method_bodies.once, ONE_COUNT, torch.float32, GATHER[1:2], REDUCE[2:3])
 
 
 @pytest.mark.long
@@ -83,8 +92,13 @@ def test_campaign(world_size: int, seed: int) -> None:
     in_simulator(world_size, seed, method_bodies.beside, TINY, DTYPES[seed % 3], BULK)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
-def test_methods_in_turn(seed: int) -> None:
+def test_methods_in_turn() -> None:
+    in_simulator(2, 0, method_bodies.mixed, ONE_COUNT, torch.float32, ["fused", *GATHER[:2]], ["fused", *REDUCE[1:3]])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+def test_all_methods_in_turn(seed: int) -> None:
     in_simulator(3, seed, method_bodies.mixed, TINY, torch.float32, ["fused", *GATHER], ["fused", *REDUCE])
 
 

@@ -21,7 +21,7 @@ FEW = Sizes(hidden=32, features=40, rows=(2, 8), max_rows=8)
         (2, TAILS, torch.float16),
         (4, TAILS, torch.float32),
         (4, FEW, torch.bfloat16),
-        (4, FEW, torch.float16),
+        pytest.param(4, FEW, torch.float16, marks=pytest.mark.long),
     ),
     ids=lambda value: None if isinstance(value, Sizes) else str(value),
 )
