@@ -14,12 +14,12 @@ Letters: W ranks, T tokens, K the contracted dimension, N output features of one
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from .activations import ACTIVATIONS, GATED_ACTIVATIONS
 
 __all__ = [
     "activation",
@@ -112,13 +112,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 
 def activation(x: Tensor, name: str) -> Tensor:
     """``f(x)`` for the activation ``name``."""
-    return _FUNCTIONS[name](x)
+    return ACTIVATIONS[name](x)
 
 
 def gated_activation(gate_up: Tensor, name: str) -> Tensor:
     """``f(gate) * up`` of ``gate_up`` [rows, 2 F], the gate first, for the gated activation ``name``."""
     gate, up = gate_up.chunk(2, dim=1)
-    return _GATED_FUNCTIONS[name](gate) * up
+    return GATED_ACTIVATIONS[name](gate) * up
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
@@ -259,30 +259,3 @@ def _sum_of_products(as_: Sequence[Tensor], bs: Sequence[Tensor]) -> Tensor:
     for a, b in zip(as_[1:], bs[1:], strict=True):
         total = total + a @ b
     return total
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-_gelu_tanh = partial(F.gelu, approximate="tanh")
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": _gelu_tanh,
-    "gelu_exact": F.gelu,
-    "qgelu": _quick_gelu,
-    "relu": F.relu,
-    "silu": F.silu,
-    "srelu": _squared_relu,
-}
-_GATED_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "geglu": _gelu_tanh,
-    "glu": torch.sigmoid,
-    "qgeglu": _quick_gelu,
-    "reglu": F.relu,
-    "sreglu": _squared_relu,
-    "swiglu": F.silu,
-}

@@ -14,7 +14,7 @@ from torch import Tensor
 import triton_overlap as to
 from tests.nn.cases import Draw
 from tests.ops.cases import assert_equal, assert_steady, counters
-from triton_overlap.nn.layernorm_mlp import ACTIVATIONS, GATED_ACTIVATIONS
+from triton_overlap.activations import ACTIVATIONS, GATED_ACTIVATIONS
 from triton_overlap.reference import relative_error
 
 #: Relative Frobenius error of outputs and gradients; the interpreter cuts bfloat16 off instead of rounding it.

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 import triton_overlap as to
 from tests.ops.cases import assert_close
 from triton_overlap import reference
+from triton_overlap.activations import ACTIVATIONS, GATED_ACTIVATIONS
 from triton_overlap.kernels.activation import FUNCTIONS, GATED_FUNCTIONS
-from triton_overlap.nn.layernorm_mlp import ACTIVATIONS, GATED_ACTIVATIONS
 
 
 def test_the_names_are_those_of_the_modules() -> None:

@@ -43,7 +43,7 @@ from ..comm.device import (
 from ..comm.signals import Operation, operation_code
 from ..comm.user_buffers import Call, UserBuffer
 from . import config as _config
-from .config import TileConfig, rows_per_piece, tile_config
+from .config import COPY_ENGINE_ROWS, TileConfig, rows_per_piece, tile_config
 from .epilogue import Epilogue, finish_gated_tile, finish_tile
 from .launching import launch_kernel
 from .operands import StoredB, chunk_descriptor, contiguous_rows, gemm_arguments, use_descriptors
@@ -51,8 +51,6 @@ from .tiles import matmul_tile, matmul_tile_pair, push_piece, slot_chunks, tile_
 
 FLAG_LANES = tl.constexpr(_config.FLAG_LANES)
 
-#: Rows of a chunk from which the copy engine sends instead of programs: below, its hand-over of about 10 us costs more.
-COPY_ENGINE_ROWS = 512
 #: Bytes that the copy engine moves before it sets a flag: about 85 us at the 390 GB/s of an H200's link, so that tiles
 #: start long before a large chunk is whole, while each hand-over costs about 10 us.
 COPY_ENGINE_BYTES = 32 * 1024 * 1024

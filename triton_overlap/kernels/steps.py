@@ -65,20 +65,17 @@ from ..comm.device import (
 )
 from ..comm.signals import Operation, operation_code
 from ..comm.user_buffers import Call, UserBuffer
+from .config import COPY_ENGINE_ROWS, PIECE_BYTES
 from .launching import launch_kernel
 from .methods import Method
 from .tiles import push_piece
 
 #: Flags that one wait looks at together.
 LANES = tl.constexpr(64)
-#: Bytes of a piece, after which a flag is set: rows of a piece are the largest power of two that fits.
-PIECE_BYTES = 128 * 1024
 #: Rows of a piece under the interpreter, so that small tests have several.
 INTERPRETED_PIECE_ROWS = 4
 #: Programs that move data beside a GEMM: 16 reach three quarters of what all can over NVLink (309 of 362 GB/s).
 NUM_SM = 16
-#: Rows of a chunk from which the copy engine sends where the caller does not say: below, its hand-over costs more.
-COPY_ENGINE_ROWS = 512
 
 
 @triton.jit

@@ -11,14 +11,11 @@ Shape ledger (W ranks, T tokens, F the feed-forward size, ``sequence_parallel`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..activations import ACTIVATIONS, GATED_ACTIVATIONS, check_activation
 from ..comm.group import Group
 from ..ops import activation, gated_activation
 from .layernorm_linear import LayerNormLinear
@@ -28,37 +25,7 @@ from .settings import LayerSettings, check_group, settings_of
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["ACTIVATIONS", "GATED_ACTIVATIONS", "LayerNormMLP"]
-
-_gelu_tanh = partial(F.gelu, approximate="tanh")
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-#: Activations by TransformerEngine's names, "gelu" with the tanh approximation as there; "gelu_exact" is torch's own.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": _gelu_tanh,
-    "gelu_exact": F.gelu,
-    "qgelu": _quick_gelu,
-    "relu": F.relu,
-    "silu": F.silu,
-    "srelu": _squared_relu,
-}
-#: Gated ones, ``function(gate) * up``, and the function of each.
-GATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "geglu": _gelu_tanh,
-    "glu": torch.sigmoid,
-    "qgeglu": _quick_gelu,
-    "reglu": F.relu,
-    "sreglu": _squared_relu,
-    "swiglu": F.silu,
-}
+__all__ = ["LayerNormMLP"]
 
 
 class LayerNormMLP(nn.Module):
@@ -76,7 +43,7 @@ class LayerNormMLP(nn.Module):
         eps: of the normalisation.
         bias: whether the linear layers add one.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        activation: a name in ``ACTIVATIONS`` or ``GATED_ACTIVATIONS``.
+        activation: a name in ``triton_overlap.activations``, by TransformerEngine's names.
         group: the ranks; every one of them builds the layer. Collective.
         settings: ``max_tokens``, ``sequence_parallel``, ``save_gathered_input``, ``device_count``, ``params_dtype``,
             ``device`` and the ``ub_`` flags of :class:`Linear`; each goes to the layers it is meant for, whose
@@ -100,9 +67,7 @@ class LayerNormMLP(nn.Module):
     ) -> None:
         super().__init__()
         check_group(type(self).__name__, group)
-        if activation not in ACTIVATIONS and activation not in GATED_ACTIVATIONS:
-            known = ", ".join(sorted({**ACTIVATIONS, **GATED_ACTIVATIONS}))
-            raise ValueError(f"LayerNormMLP: activation must be one of {known}, got {activation!r}")
+        check_activation(type(self).__name__, activation)
         self.activation = activation
         parts = 2 if activation in GATED_ACTIVATIONS else 1
         self.fc1 = LayerNormLinear(

@@ -29,12 +29,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..activations import ACTIVATIONS, GATED_ACTIVATIONS, check_activation
 from ..comm.group import Group
 from ..expert_buffer import ExpertBuffer
 from ..ops import activation, all_gather, ep_combine, ep_dispatch, gated_activation, grouped_matmul
 from ..ops.autocast import without_autocast
 from .initialization import common_generator
-from .layernorm_mlp import ACTIVATIONS, GATED_ACTIVATIONS
 from .settings import check_group, check_input
 
 __all__ = ["MoE", "RouterSettings"]
@@ -304,9 +304,7 @@ class MoE(nn.Module):
             self.reset_parameters()
 
     def _check_settings(self, ffn: int, shared_ffn: int, name: str, device: torch.device) -> None:
-        if name not in ACTIVATIONS and name not in GATED_ACTIVATIONS:
-            known = ", ".join(sorted({**ACTIVATIONS, **GATED_ACTIVATIONS}))
-            raise ValueError(f"MoE: activation must be one of {known}, got {name!r}")
+        check_activation(type(self).__name__, name)
         if ffn < 1 or shared_ffn < 0:
             raise ValueError(
                 f"MoE: ffn_hidden_size must be at least 1 and shared_ffn_hidden_size at least 0, got {ffn} and "
