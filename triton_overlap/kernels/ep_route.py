@@ -19,48 +19,54 @@ import triton.language as tl
 
 from ..comm.device import INTERPRETED
 from .ep_layout import EpLayout
-from .ep_slots import EXPERTS, MAX_TOKENS, POSITIONS, SENT_COUNTS, number
+from .ep_slots import EXPERTS, MAX_TOKENS, POSITIONS, SCALE_OUT, SCALE_UP, SENT_COUNTS, number
 from .launching import launch_kernel
 
 #: Tokens that a program looks at at a time.
 _BLOCK = 16 if INTERPRETED.value else 512
 
 
+@triton.jit
+def _experts_of(topk_idx_ptr, start, tokens, topk, BLOCK: tl.constexpr, K_LANES: tl.constexpr):
+    """Experts [BLOCK, K_LANES] of the tokens from ``start``, -1 past the tokens and their experts."""
+    token = start + tl.arange(0, BLOCK)
+    k = tl.arange(0, K_LANES)
+    offset = token.to(tl.int64)[:, None] * topk + k[None, :]
+    return tl.load(topk_idx_ptr + offset, mask=(token < tokens)[:, None] & (k < topk)[None, :], other=-1)
+
+
 @triton.jit(do_not_specialize=["tokens", "topk"])
 def ep_route_kernel(ep_ptr, routing_ptr, topk_idx_ptr, tokens, topk, BLOCK: tl.constexpr, K_LANES: tl.constexpr):
-    """One program for each destination rank."""
-    target = tl.program_id(0)
+    """One program for each destination rank, which numbers its tokens, and one for each expert, which counts them."""
     experts = number(ep_ptr, EXPERTS)
-    positions_ptr = routing_ptr + tl.load(ep_ptr + POSITIONS) + target * number(ep_ptr, MAX_TOKENS)
-    counts_ptr = routing_ptr + tl.load(ep_ptr + SENT_COUNTS) + target * (experts + 1)
-    token_lane = tl.arange(0, BLOCK)
-    k_lane = tl.arange(0, K_LANES)
+    world_size = number(ep_ptr, SCALE_OUT) * number(ep_ptr, SCALE_UP)
+    program = tl.program_id(0)
+    counts_ptr = routing_ptr + tl.load(ep_ptr + SENT_COUNTS)
     total = tl.full((), 0, tl.int32)
-    for start in range(0, tokens, BLOCK):
-        token = start + token_lane
-        mask = (token < tokens)[:, None] & (k_lane < topk)[None, :]
-        expert = tl.load(topk_idx_ptr + token.to(tl.int64)[:, None] * topk + k_lane[None, :], mask=mask, other=-1)
-        here = mask & (expert >= target * experts) & (expert < (target + 1) * experts)
-        goes = tl.max(here.to(tl.int32), 1)
-        position = total + tl.cumsum(goes, 0) - 1
-        tl.store(positions_ptr + token, tl.where(goes > 0, position, -1), mask=token < tokens)
-        total += tl.sum(goes)
-    tl.store(counts_ptr, total)
-    for expert_index in range(experts):
-        count = tl.full((), 0, tl.int32)
+    if program < world_size:
+        positions_ptr = routing_ptr + tl.load(ep_ptr + POSITIONS) + program * number(ep_ptr, MAX_TOKENS)
         for start in range(0, tokens, BLOCK):
-            token = start + token_lane
-            mask = (token < tokens)[:, None] & (k_lane < topk)[None, :]
-            expert = tl.load(topk_idx_ptr + token.to(tl.int64)[:, None] * topk + k_lane[None, :], mask=mask, other=-1)
-            count += tl.sum(tl.sum((expert == target * experts + expert_index).to(tl.int32), 1), 0)
-        tl.store(counts_ptr + 1 + expert_index, count)
+            expert = _experts_of(topk_idx_ptr, start, tokens, topk, BLOCK, K_LANES)
+            here = (expert >= program * experts) & (expert < (program + 1) * experts)
+            goes = tl.max(here.to(tl.int32), 1)
+            position = total + tl.cumsum(goes, 0) - 1
+            token = start + tl.arange(0, BLOCK)
+            tl.store(positions_ptr + token, tl.where(goes > 0, position, -1), mask=token < tokens)
+            total += tl.sum(goes)
+        tl.store(counts_ptr + program * (experts + 1), total)
+    else:
+        own = program - world_size
+        for start in range(0, tokens, BLOCK):
+            expert = _experts_of(topk_idx_ptr, start, tokens, topk, BLOCK, K_LANES)
+            total += tl.sum(tl.sum((expert == own).to(tl.int32), 1), 0)
+        tl.store(counts_ptr + own // experts * (experts + 1) + 1 + own % experts, total)
 
 
 def launch(layout: EpLayout, table: torch.Tensor, routing: torch.Tensor, topk_idx: torch.Tensor) -> None:
     """Fill ``positions`` and ``sent_counts`` of ``routing`` for ``topk_idx`` int64 [T, K]."""
     launch_kernel(
         ep_route_kernel,
-        layout.world_size,
+        layout.world_size * (1 + layout.experts_per_rank),
         {"num_warps": 4, "num_stages": 1},
         ep_ptr=table,
         routing_ptr=routing,
