@@ -88,5 +88,5 @@ def test_the_simulated_network_needs_the_simulator() -> None:
     class SomeGroup:
         backend = Elsewhere()
 
-    with pytest.raises(BackendError, match="needs the simulator, and the backend is 'shm'"):
+    with pytest.raises(BackendError, match="needs the simulator or GPUs, and the backend is 'shm'"):
         create_network("simulated").attach(SomeGroup(), None, 4)  # type: ignore[arg-type]

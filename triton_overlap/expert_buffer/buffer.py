@@ -178,6 +178,11 @@ class ExpertBuffer:
         """int64 [num_signals], what this rank's signals held when the last call ended."""
         return self._memory.bases
 
+    @property
+    def num_programs(self) -> int:
+        """Of the persistent grids that communicate."""
+        return self._memory.num_programs
+
     def renew(self, epoch: int) -> None:
         """Collective, for ``group.recover``: fresh memory, going on from ``epoch``."""
         self._memory.free()
@@ -198,7 +203,8 @@ class ExpertBuffer:
         """What one collective call launches; it starts after the group's previous call, on whatever stream, and may be
         captured, since epochs live on the device."""
         self.group.before_call(capturable=True)
-        yield
+        with self._memory.network_running():
+            yield
         self.group.record_call()
         self.group.after_call()
 

@@ -114,7 +114,7 @@ def launch(
     layout = buffer.layout
     launch_kernel(
         ep_combine_kernel,
-        buffer.group.backend.num_programs,
+        buffer.num_programs,
         {"num_warps": 8, "num_stages": 1},
         buffer_ptr=buffer.table,
         ep_ptr=buffer.ep_tables[form],

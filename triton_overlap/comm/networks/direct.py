@@ -6,6 +6,7 @@ for the puts of one program. Another program's are not ordered by them.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import triton
@@ -15,6 +16,8 @@ from ..device import INTERPRETED, RANK, peer_address
 from ..network import NetworkProperties
 
 if TYPE_CHECKING:
+    import torch
+
     from ..backend import SymmetricMemory
     from ..group import Group
 
@@ -50,7 +53,12 @@ class DirectNetwork:
     name = "direct"
     properties = NetworkProperties(strong_signals=True, signals_anywhere=True)
     put = staticmethod(put)
+    num_programs = 0
 
     def attach(self, group: Group, memory: SymmetricMemory, max_puts: int) -> int:
         """Nothing to keep: every peer's memory is within reach of a store."""
         return 0
+
+    def beside(self, table: torch.Tensor) -> AbstractContextManager[None]:
+        """Nothing: the program that puts does the copy."""
+        return nullcontext()
