@@ -180,7 +180,7 @@ def test_local_bootstrap() -> None:
 
 
 def test_unknown_backend_lists_the_known() -> None:
-    with pytest.raises(ValueError, match="unknown backend 'mpi'; known are 'auto', 'cuda', 'shm'"):
+    with pytest.raises(ValueError, match="unknown backend 'mpi'; known are 'auto', 'cuda', 'nvshmem', 'shm'"):
         backends.create("mpi")
     with pytest.raises(ValueError, match="World"):
         backends.create("sim")

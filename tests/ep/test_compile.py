@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import tempfile
 from typing import Any
 
 import pytest
@@ -10,7 +13,8 @@ import torch
 from tests.kernels.compiling import OneRankOfMany, compiled
 from triton_overlap.comm.group import Group
 from triton_overlap.comm.network import create_network
-from triton_overlap.comm.networks import mover
+from triton_overlap.comm.networks import mover, nvshmem
+from triton_overlap.comm.networks.ring import RingWord
 from triton_overlap.expert_buffer import ExpertBuffer
 from triton_overlap.kernels import ep_combine, ep_dispatch, ep_route, ep_unpack, launching
 from triton_overlap.kernels.ep_partials import Partials
@@ -38,6 +42,8 @@ def drive(world_size: int, num_scale_up: int, network: str = "direct", **setting
         **settings,
     )
     buffer.network = create_network(network)  # which need not run here
+    if network == "nvshmem":
+        buffer.network.compile_options = nvshmem.linked_with(stand_in_for_nvshmem())
     routing = torch.zeros(buffer.layout.routing_words, dtype=torch.int32)
     for tokens in TOKENS:
         x, scales = torch.zeros(tokens, 1024, dtype=torch.bfloat16), torch.zeros(tokens, 8)
@@ -74,6 +80,24 @@ def test_puts_through_a_ring_compile() -> None:
     compiled(drive, 2, 1, "simulated").check(EXPECTED)
 
 
+def stand_in_for_nvshmem() -> str:
+    """A library with the function that puts call, as LLVM's text."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ll", delete=False) as file:
+        file.write(
+            "define void @nvshmemx_putmem_signal_block(ptr %a, ptr %b, i64 %c, ptr %d, i64 %e, i32 %f, i32 %g) {\n"
+            '  call void asm sideeffect "// put", ""()\n'
+            "  ret void\n"
+            "}\n"
+        )
+    atexit.register(os.unlink, file.name)
+    return file.name
+
+
+@pytest.mark.long
+def test_puts_of_nvshmem_compile() -> None:
+    compiled(drive, 2, 1, "nvshmem").check(EXPECTED)
+
+
 def drive_the_mover() -> None:
     table = torch.zeros(32, dtype=torch.int64)
     for in_order in (False, True):
@@ -85,7 +109,7 @@ def drive_the_mover() -> None:
             IN_ORDER=in_order,
             **mover.MOVER_SIZES,
         )
-        launching.launch_kernel(mover.count_kernel, 1, {}, buffer_ptr=table, WORD=int(mover.RingWord.OPENED))
+        launching.launch_kernel(mover.count_kernel, 1, {}, buffer_ptr=table, WORD=int(RingWord.OPENED))
 
 
 def test_the_mover_compiles() -> None:

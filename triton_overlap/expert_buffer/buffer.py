@@ -56,7 +56,8 @@ class ExpertBuffer:
             memory of a combine.
         num_scale_up: ranks that reach each other by stores; by default all of them. Divides the world size; consecutive
             ranks are scale-up peers.
-        network: how scale-out peers are reached: ``"direct"``, ``"simulated"`` or ``"simulated_strong"``.
+        network: how scale-out peers are reached: ``"direct"``, ``"nvshmem"``, ``"simulated"`` or
+            ``"simulated_strong"``.
         kernel: ``"unordered"``, or ``"ordered"``, which a network must have strong signals for; by default
             ``EP_HYBRID_KERNEL``, else unordered.
         num_allocated_qps: communication contexts, 2 to 17.

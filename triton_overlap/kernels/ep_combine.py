@@ -115,7 +115,7 @@ def launch(
     launch_kernel(
         ep_combine_kernel,
         buffer.num_programs,
-        {"num_warps": 8, "num_stages": 1},
+        {"num_warps": 8, "num_stages": 1, **buffer.network.compile_options},
         buffer_ptr=buffer.table,
         ep_ptr=buffer.ep_tables[form],
         routing_ptr=routing,

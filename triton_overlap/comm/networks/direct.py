@@ -6,8 +6,9 @@ for the puts of one program. Another program's are not ordered by them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -54,6 +55,7 @@ class DirectNetwork:
     properties = NetworkProperties(strong_signals=True, signals_anywhere=True)
     put = staticmethod(put)
     num_programs = 0
+    compile_options: Mapping[str, Any] = {}
 
     def attach(self, group: Group, memory: SymmetricMemory, max_puts: int) -> int:
         """Nothing to keep: every peer's memory is within reach of a store."""

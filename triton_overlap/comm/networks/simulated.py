@@ -4,8 +4,9 @@ simulator a task of its own, on GPUs a kernel beside each call (mover.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..network import NetworkProperties, refuse
 from .ring import ENTRY_WORDS, prepare_ring, put, ring_bytes
@@ -27,6 +28,7 @@ class SimulatedNetwork:
     """
 
     put = staticmethod(put)
+    compile_options: Mapping[str, Any] = {}
 
     def __init__(self, strong_signals: bool = False, seed: int = 0) -> None:
         self.name = "simulated_strong" if strong_signals else "simulated"
@@ -38,7 +40,7 @@ class SimulatedNetwork:
     def attach(self, group: Group, memory: SymmetricMemory, max_puts: int) -> int:
         """A ring of ``max_puts`` entries, and who empties it. ``BackendError`` without the simulator or a GPU."""
         start_network = getattr(group.backend, "start_network", None)
-        if start_network is None and group.backend.name != "cuda":
+        if start_network is None and group.device.type != "cuda":
             raise refuse(
                 self.name,
                 f"it needs the simulator or GPUs, and the backend is {group.backend.name!r}; use triton_overlap.sim",
