@@ -366,6 +366,26 @@ def test_what_cuda_accepts() -> None:
     assert cuda._problem([SHARED, SHARED]) is None
 
 
+def test_what_nvshmem_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_use(name: str) -> None:
+        raise RuntimeError("memory was allocated")
+
+    memory = importlib.import_module("torch.distributed._symmetric_memory")
+    answers: list[tuple[Any, str, Any, str | None]] = [
+        (memory, "is_nvshmem_available", lambda: False, "finds no NVSHMEM; install nvidia-nvshmem-cu"),
+        (memory, "is_nvshmem_available", lambda: True, "call init_process_group first"),
+        (dist, "is_initialized", lambda: True, None),
+        (memory, "get_backend", lambda device: "CUDA", None),
+        (memory, "set_backend", in_use, r"from NVSHMEM \(memory was allocated\); make the first group of this process"),
+        (memory, "get_backend", lambda device: "NVSHMEM", None),
+    ]
+    for module, name, answer, match in answers:
+        monkeypatch.setattr(module, name, answer)
+        if match is not None:
+            assert re.search(match, cuda._nvshmem_problem() or "") is not None
+    assert cuda._nvshmem_problem() is None
+
+
 def test_nccl_of_another_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name == "nvidia-nccl-cu12":

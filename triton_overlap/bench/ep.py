@@ -287,7 +287,8 @@ def run(settings: Settings, console: Console) -> EpResults | None:
         WrongResult: a result is not the reference.
         ValueError: a problem that cannot be.
     """
-    with ranks(share_gpus=True) as group:
+    backend = "nvshmem" if settings.network == "nvshmem" else "auto"
+    with ranks(backend=backend, share_gpus=True) as group:
         problems = [EpProblem.parse(text, group.world_size) for text in settings.problems]
         link = measure_link(group)
         bench = Bench(group, settings, link)

@@ -15,17 +15,18 @@ from triton_overlap.timing import EventTimer, HostTimer, Timer
 
 
 @contextmanager
-def ranks(*, share_gpus: bool = False) -> Iterator[to.Group]:
+def ranks(*, backend: str = "auto", share_gpus: bool = False) -> Iterator[to.Group]:
     """This rank's group, over the process group that torchrun's variables describe.
 
     Args:
+        backend: of the group.
         share_gpus: ranks may be more than GPUs; they then share them, and times mean nothing.
 
     Raises:
         ValueError: more ranks than GPUs without ``share_gpus``.
     """
     _start(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), share_gpus)
-    group = to.init_group()
+    group = to.init_group(backend=backend)
     try:
         yield group
     finally:

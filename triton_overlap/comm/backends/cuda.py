@@ -338,6 +338,8 @@ def _nvshmem_problem() -> str | None:
         )
     if not dist.is_initialized():
         return "NVSHMEM starts through torch.distributed; call init_process_group first, or use the cuda backend"
+    if symm_mem.get_backend(torch.device("cuda")) == "NVSHMEM":
+        return None
     try:
         symm_mem.set_backend("NVSHMEM")
     except RuntimeError as failure:

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from ..device import INTERPRETED, RANK, TIMEOUT_NS, now_ns, peer_address
-from .ring import RingWord, ring_entry, ring_of
+from .ring import DEPTH, RingWord, ring_entry, ring_of
 
 #: Programs of a mover.
 NUM_PROGRAMS = 4
@@ -62,11 +62,11 @@ def word_of(ring, word):
 
 
 @triton.jit
-def take_ticket(ring):
+def take_ticket(ring, depth):
     """The next ticket, whose entry is there; -1 where there is none, or another program was faster."""
     ticket = tl.atomic_add(ring + TAKEN, 0, sem="relaxed", scope="gpu")
     taken = tl.full((), -1, tl.int64)
-    if tl.atomic_add(ring_entry(ring, ticket), 0, sem="acquire", scope="gpu") == ticket + 1:
+    if tl.atomic_add(ring_entry(ring, depth, ticket), 0, sem="acquire", scope="gpu") == ticket + 1:
         if tl.atomic_cas(ring + TAKEN, ticket, ticket + 1, sem="relaxed", scope="gpu") == ticket:
             taken = ticket
     # One thread acquired the entry, and with it the bytes that are to be sent.
@@ -81,6 +81,7 @@ def take_window(ring, seed, WINDOW: tl.constexpr, PATIENCE: tl.constexpr):
     It looks a random number of times before it is content with fewer: sources are then read late, and puts that come
     together land together.
     """
+    depth = tl.load(ring + DEPTH)
     place = tl.arange(0, WINDOW)
     ticket = tl.zeros((WINDOW,), tl.int64)
     peer, source, target = ticket, ticket, ticket
@@ -89,9 +90,9 @@ def take_window(ring, seed, WINDOW: tl.constexpr, PATIENCE: tl.constexpr):
     looks = tl.full((), 0, tl.int32)
     patience = mixed(seed) % PATIENCE
     while (held < WINDOW) & (looks <= patience):
-        taken = take_ticket(ring)
+        taken = take_ticket(ring, depth)
         if taken >= 0:
-            entry = ring_entry(ring, taken)
+            entry = ring_entry(ring, depth, taken)
             here = place == held
             ticket = tl.where(here, taken, ticket)
             peer = tl.where(here, tl.load(entry + 1), peer)

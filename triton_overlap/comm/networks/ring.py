@@ -37,7 +37,7 @@ _ENTRY_WORDS = tl.constexpr(ENTRY_WORDS)
 _HEAD_WORDS = tl.constexpr(HEAD_WORDS)
 _NETWORK = tl.constexpr(int(TableWord.NETWORK))
 _TICKETS = tl.constexpr(int(RingWord.TICKETS))
-_DEPTH = tl.constexpr(int(RingWord.DEPTH))
+DEPTH = tl.constexpr(int(RingWord.DEPTH))
 
 
 def ring_bytes(depth: int) -> int:
@@ -59,17 +59,18 @@ def ring_of(buffer_ptr):
 
 
 @triton.jit
-def ring_entry(ring, ticket):
+def ring_entry(ring, depth, ticket):
     """The entry of a ticket."""
-    return ring + _HEAD_WORDS + _ENTRY_WORDS * (ticket % tl.load(ring + _DEPTH))
+    return ring + _HEAD_WORDS + _ENTRY_WORDS * (ticket % depth)
 
 
 @triton.jit
 def put(buffer_ptr, peer, source, target, num_bytes, signal):
     """See ``comm/network.py``."""
     ring = ring_of(buffer_ptr)
+    depth = tl.load(ring + DEPTH)
     ticket = tl.atomic_add(ring + _TICKETS, 1, sem="relaxed", scope="gpu")
-    entry = ring_entry(ring, ticket)
+    entry = ring_entry(ring, depth, ticket)
     lane = tl.arange(0, _ENTRY_WORDS)
     value = tl.where(lane == 1, peer, tl.where(lane == 2, source, tl.where(lane == 3, target, 0)))
     value = tl.where(lane == 4, num_bytes, tl.where(lane == 5, signal, value.to(tl.int64)))
