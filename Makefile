@@ -37,7 +37,7 @@ CPU_ONLY := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 PYTEST_SPREAD = $(if $(strip $(PYTEST_WORKERS)),-n $(PYTEST_WORKERS) --dist worksteal)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-moe test test-all test-gpu lint format bench bench-smoke clean
+.PHONY: help install demo demo-moe test test-all test-gpu lint format bench bench-ep bench-smoke clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -78,6 +78,9 @@ format: $(INSTALLED) ## let ruff rewrite what it can
 
 bench: $(INSTALLED) ## tensor-parallel benchmark on two GPUs; figures go to benchmarks/results
 	$(RUN) -m triton_overlap.bench tp $(BENCH_ARGS)
+
+bench-ep: $(INSTALLED) ## expert-parallel benchmark on RANKS GPUs (2); figures go to benchmarks/results
+	$(RUN) -m triton_overlap.bench ep --ranks $(RANKS) $(BENCH_ARGS)
 
 bench-smoke: $(INSTALLED) ## the benchmark's code on two CPU ranks and tiny problems; its times mean nothing
 	$(CPU_ONLY) $(RUN) -m triton_overlap.bench tp --smoke $(BENCH_ARGS)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
+from triton_overlap.bench.ranks import Link
 from triton_overlap.bench.results import Results
 from triton_overlap.bench.rivals import Run
 from triton_overlap.bench.tp import Bench, Settings
@@ -111,7 +112,7 @@ def measure_a_wrong_rival() -> str:
     import triton_overlap as to
 
     group = to.init_group()
-    bench = Bench(group, [SlightlyWrong(group.rank)], SETTINGS, link_gbps=None)
+    bench = Bench(group, [SlightlyWrong(group.rank)], SETTINGS, Link("memory", None))
     with pytest.raises(WrongResult) as error:
         bench.measure(Problem(Operation.ALL_GATHER_MATMUL, 8, 16, 32, group.world_size, torch.float32))
     group.close()

@@ -180,7 +180,7 @@ def test_local_bootstrap() -> None:
 
 
 def test_unknown_backend_lists_the_known() -> None:
-    with pytest.raises(ValueError, match="unknown backend 'mpi'; known are 'auto', 'cuda', 'shm'"):
+    with pytest.raises(ValueError, match="unknown backend 'mpi'; known are 'auto', 'cuda', 'nvshmem', 'shm'"):
         backends.create("mpi")
     with pytest.raises(ValueError, match="World"):
         backends.create("sim")
@@ -364,6 +364,26 @@ def test_what_cuda_accepts() -> None:
     assert cuda._problem([GPU]) is None
     assert cuda._problem([GPU, {**GPU, "index": 1, "device": "uuid-1"}]) is None
     assert cuda._problem([SHARED, SHARED]) is None
+
+
+def test_what_nvshmem_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_use(name: str) -> None:
+        raise RuntimeError("memory was allocated")
+
+    memory = importlib.import_module("torch.distributed._symmetric_memory")
+    answers: list[tuple[Any, str, Any, str | None]] = [
+        (memory, "is_nvshmem_available", lambda: False, "finds no NVSHMEM; install nvidia-nvshmem-cu"),
+        (memory, "is_nvshmem_available", lambda: True, "call init_process_group first"),
+        (dist, "is_initialized", lambda: True, None),
+        (memory, "get_backend", lambda device: "CUDA", None),
+        (memory, "set_backend", in_use, r"from NVSHMEM \(memory was allocated\); make the first group of this process"),
+        (memory, "get_backend", lambda device: "NVSHMEM", None),
+    ]
+    for module, name, answer, match in answers:
+        monkeypatch.setattr(module, name, answer)
+        if match is not None:
+            assert re.search(match, cuda._nvshmem_problem() or "") is not None
+    assert cuda._nvshmem_problem() is None
 
 
 def test_nccl_of_another_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

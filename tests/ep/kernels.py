@@ -53,3 +53,18 @@ def exchange_kernel(buffer_ptr, x_ptr, out_ptr, call, words, PUT: tl.constexpr, 
         while tl.atomic_add(signals + 1, 0, sem="acquire", scope="sys") < call:
             pass
     tl.store(out_ptr + lane, tl.load(incoming + lane, mask=lane < words), mask=lane < words)
+
+
+@triton.jit
+def put_kernel(buffer_ptr, orders_ptr, count, PUT: tl.constexpr):
+    """``count`` puts, by one program; ``orders`` int64 [count, 5]: peer, source, target, num_bytes, signal."""
+    for index in range(count):
+        order = orders_ptr + 5 * index
+        PUT(
+            buffer_ptr,
+            tl.load(order),
+            tl.load(order + 1),
+            tl.load(order + 2),
+            tl.load(order + 3),
+            tl.load(order + 4),
+        )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import tempfile
 from typing import Any
 
 import pytest
@@ -9,8 +12,11 @@ import torch
 
 from tests.kernels.compiling import OneRankOfMany, compiled
 from triton_overlap.comm.group import Group
+from triton_overlap.comm.network import create_network
+from triton_overlap.comm.networks import mover, nvshmem
+from triton_overlap.comm.networks.ring import RingWord
 from triton_overlap.expert_buffer import ExpertBuffer
-from triton_overlap.kernels import ep_combine, ep_dispatch, ep_route, ep_unpack
+from triton_overlap.kernels import ep_combine, ep_dispatch, ep_route, ep_unpack, launching
 from triton_overlap.kernels.ep_partials import Partials
 
 TOKENS = (0, 1, 15, 16, 100, 4096)
@@ -24,7 +30,7 @@ EXPECTED = {
 }
 
 
-def drive(world_size: int, num_scale_up: int, **settings: Any) -> None:
+def drive(world_size: int, num_scale_up: int, network: str = "direct", **settings: Any) -> None:
     buffer = ExpertBuffer(
         Group(OneRankOfMany(world_size)),
         num_max_tokens_per_rank=4096,
@@ -35,6 +41,9 @@ def drive(world_size: int, num_scale_up: int, **settings: Any) -> None:
         use_fp8_dispatch=True,
         **settings,
     )
+    buffer.network = create_network(network)  # which need not run here
+    if network == "nvshmem":
+        buffer.network.compile_options = nvshmem.linked_with(stand_in_for_nvshmem())
     routing = torch.zeros(buffer.layout.routing_words, dtype=torch.int32)
     for tokens in TOKENS:
         x, scales = torch.zeros(tokens, 1024, dtype=torch.bfloat16), torch.zeros(tokens, 8)
@@ -64,3 +73,44 @@ def other_variants(world_size: int, num_scale_up: int) -> None:
 @pytest.mark.long
 def test_the_other_variants_compile() -> None:
     compiled(other_variants, 2, 1).check(EXPECTED)
+
+
+@pytest.mark.long
+def test_puts_through_a_ring_compile() -> None:
+    compiled(drive, 2, 1, "simulated").check(EXPECTED)
+
+
+def stand_in_for_nvshmem() -> str:
+    """A library with the function that puts call, as LLVM's text."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ll", delete=False) as file:
+        file.write(
+            "define void @nvshmemx_putmem_signal_block(ptr %a, ptr %b, i64 %c, ptr %d, i64 %e, i32 %f, i32 %g) {\n"
+            '  call void asm sideeffect "// put", ""()\n'
+            "  ret void\n"
+            "}\n"
+        )
+    atexit.register(os.unlink, file.name)
+    return file.name
+
+
+@pytest.mark.long
+def test_puts_of_nvshmem_compile() -> None:
+    compiled(drive, 2, 1, "nvshmem").check(EXPECTED)
+
+
+def drive_the_mover() -> None:
+    table = torch.zeros(32, dtype=torch.int64)
+    for in_order in (False, True):
+        launching.launch_kernel(
+            mover.mover_kernel,
+            mover.NUM_PROGRAMS,
+            mover.MOVER_OPTIONS,
+            buffer_ptr=table,
+            IN_ORDER=in_order,
+            **mover.MOVER_SIZES,
+        )
+        launching.launch_kernel(mover.count_kernel, 1, {}, buffer_ptr=table, WORD=int(RingWord.OPENED))
+
+
+def test_the_mover_compiles() -> None:
+    compiled(drive_the_mover).check({"mover_kernel": 2, "count_kernel": 1})

@@ -76,6 +76,26 @@ def test_what_a_network_does_not_declare_is_refused() -> None:
         check_requirements("ordered", NetworkProperties(strong_signals=True), network)
 
 
+def test_nvshmem_needs_memory_from_nvshmem() -> None:
+    refusals = World(2).run(lambda group: _refusal(group, "nvshmem"))
+    assert (
+        refusals
+        == [
+            "the nvshmem network cannot run here: memory must come from NVSHMEM, and the backend is 'sim'; "
+            'make the group with init_group(backend="nvshmem")'
+        ]
+        * 2
+    )
+    with pytest.raises(ValueError, match="ordered kernels need strong_signals, which the nvshmem network"):
+        check_requirements("ordered", NetworkProperties(strong_signals=True), create_network("nvshmem"))
+
+
+def _refusal(group: Group, name: str) -> str:
+    with pytest.raises(BackendError) as error:
+        create_network(name).attach(group, group.backend.symmetric_empty(8, group.timeout_s), 4)
+    return str(error.value)
+
+
 def test_unknown_network() -> None:
     with pytest.raises(ValueError, match="direct"):
         create_network("carrier pigeon")
@@ -87,6 +107,7 @@ def test_the_simulated_network_needs_the_simulator() -> None:
 
     class SomeGroup:
         backend = Elsewhere()
+        device = torch.device("cpu")
 
-    with pytest.raises(BackendError, match="needs the simulator, and the backend is 'shm'"):
+    with pytest.raises(BackendError, match="needs the simulator or GPUs, and the backend is 'shm'"):
         create_network("simulated").attach(SomeGroup(), None, 4)  # type: ignore[arg-type]

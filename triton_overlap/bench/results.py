@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -83,16 +84,15 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Results:
-    """A run.
+class Kept(ABC):
+    """What every benchmark keeps of a run.
 
     Attributes:
         created: UTC time, ISO 8601.
-        command: the arguments.
+        command: the arguments; the first is the benchmark's name.
         commit: git commit, or None.
         hardware, versions: see environment.py.
         method: how it was measured.
-        rows: one a problem.
     """
 
     created: str
@@ -101,27 +101,48 @@ class Results:
     hardware: dict[str, Any]
     versions: dict[str, str | None]
     method: dict[str, Any]
-    rows: list[Row]
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Ranks that took part."""
 
     def file_name(self) -> str:
         """Speaks of the hardware and the time: ``tp_nvidia-h200_2_20260131T120000Z.json``."""
         device = re.sub(r"[^a-z0-9]+", "-", str(self.hardware["device"]).lower()).strip("-")
-        return f"tp_{device}_{self.rows[0].world_size}_{re.sub(r'[-:]', '', self.created)}.json"
+        return f"{self.command[0]}_{device}_{self.world_size}_{re.sub(r'[-:]', '', self.created)}.json"
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
+
+def measurements_of(found: dict[str, dict[str, Any]]) -> dict[str, Measurement]:
+    """From what a file holds of them."""
+    return {
+        name: Measurement(entry["rival"], Timing(**entry["timing"]), entry["relative_error"])
+        for name, entry in found.items()
+    }
+
+
+@dataclass(frozen=True)
+class Results(Kept):
+    """A run of the tensor-parallel benchmark.
+
+    Attributes:
+        rows: one a problem.
+    """
+
+    rows: list[Row]
+
+    @property
+    def world_size(self) -> int:
+        return self.rows[0].world_size
+
     @classmethod
     def load(cls, path: Path) -> Results:
         data = json.loads(path.read_text())
-        rows = []
-        for row in data.pop("rows"):
-            measurements = {
-                name: Measurement(found["rival"], Timing(**found["timing"]), found["relative_error"])
-                for name, found in row.pop("measurements").items()
-            }
-            rows.append(Row(measurements=measurements, **row))
+        rows = [Row(measurements=measurements_of(row.pop("measurements")), **row) for row in data.pop("rows")]
         return cls(rows=rows, **data)
 
 
@@ -130,7 +151,7 @@ def now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
@@ -165,11 +186,11 @@ def print_tables(results: Results, console: Console) -> None:
             fused = row.measurements["fused"]
             table.add_row(
                 str(row.tokens),
-                *(_number(time, 3) for time in times),
-                _number(row.bound_ms, 3),
-                *(_number(row.ratio("fused", other), 2) for other in ("gemm", "collective", "async_tp")),
-                _number(fused.timing.median_ms / row.bound_ms, 2),
-                _number(row.tflops("fused"), 1),
+                *(number(time, 3) for time in times),
+                number(row.bound_ms, 3),
+                *(number(row.ratio("fused", other), 2) for other in ("gemm", "collective", "async_tp")),
+                number(fused.timing.median_ms / row.bound_ms, 2),
+                number(row.tflops("fused"), 1),
                 f"{fused.relative_error:.1e}",
             )
         console.print(table)
@@ -194,10 +215,10 @@ def _print_methods(rows: list[Row], console: Console) -> None:
         table.add_column(str(row.tokens), justify="right")
     for name in dict.fromkeys(name for row in rows for name in row.measurements):
         if name not in OTHERS:
-            table.add_row(name, *(_number(row.ratio(name, "gemm"), 2) for row in rows))
+            table.add_row(name, *(number(row.ratio(name, "gemm"), 2) for row in rows))
     table.add_section()
     table.add_row("best single method", *(row.best_method() for row in rows))
-    table.add_row("auto / best single", *(_number(row.auto_over_best(), 3) for row in rows))
+    table.add_row("auto / best single", *(number(row.auto_over_best(), 3) for row in rows))
     console.print(table)
 
 

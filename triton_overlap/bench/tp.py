@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +15,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import triton_overlap as to
 from triton_overlap import environment
 from triton_overlap.bench.problems import layer_problems, layer_sizes, model_problems
+from triton_overlap.bench.ranks import Link, measure_link, ranks, timer_of
 from triton_overlap.bench.results import Measurement, Results, Row, now
 from triton_overlap.bench.rivals import NotThisOperation, Rival, Run, Unavailable, all_rivals
 from triton_overlap.problems import TOLERANCE, Inputs, Problem, WrongResult, cache_bytes_of, leave_nan
 from triton_overlap.reference import relative_error
-from triton_overlap.timing import Call, EventTimer, HostTimer, Timer, slowest, take_turns
+from triton_overlap.timing import Call, slowest, take_turns
 
 
 @dataclass(frozen=True)
@@ -56,38 +54,6 @@ class Settings:
         return layer_problems(self.tokens, self.k, self.n, world_size, self.dtype)
 
 
-def _start(rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)  # the ranks share the cores
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    if device.index >= torch.cuda.device_count():
-        raise ValueError(f"rank {rank} needs GPU {device.index}, this machine has {torch.cuda.device_count()}")
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return device
-
-
-@contextmanager
-def _ranks() -> Iterator[to.Group]:
-    """This rank's group, over the process group that torchrun's variables describe."""
-    _start(int(os.environ["RANK"]))
-    group = to.init_group()
-    try:
-        yield group
-    finally:
-        group.close()
-        dist.destroy_process_group()
-
-
-def _timer(device: torch.device) -> Timer:
-    if device.type != "cuda":
-        return HostTimer(dist.barrier)
-    one = torch.zeros(1, device=device)
-    return EventTimer(dist.barrier, lambda: dist.all_reduce(one))
-
-
 @dataclass(frozen=True)
 class Bench:
     """What one rank keeps during a run."""
@@ -95,7 +61,7 @@ class Bench:
     group: to.Group
     rivals: list[Rival]
     settings: Settings
-    link_gbps: float | None
+    link: Link
 
     def measure(self, problem: Problem) -> Row:
         """Collective: every rank's errors are shared before anything is timed, so all go on or all stop."""
@@ -118,7 +84,7 @@ class Bench:
 
         mine = take_turns(
             {name: call(run) for name, run in runs.items()},
-            timer=_timer(device),
+            timer=timer_of(self.group),
             num_sets=num_sets,
             rounds=self.settings.rounds,
             warmup=self.settings.warmup,
@@ -126,7 +92,7 @@ class Bench:
         )
         timings = slowest(self.group.all_gather_object(mine))
         gemm_ms = timings["gemm"].median_ms
-        link_ms = problem.link_bytes / self.link_gbps / 1e6 if self.link_gbps else 0.0
+        link_ms = self.link.time_ms(problem.link_bytes)
         k, n = layer_sizes(problem)
         return Row(
             operation=problem.operation,
@@ -164,30 +130,7 @@ class Bench:
         return worst
 
 
-def copy_engine_gbps(device: torch.device, peer: torch.device, num_bytes: int = 1 << 28, repeats: int = 10) -> float:
-    """10^9 bytes a second that the copy engine moves from ``device`` to ``peer``, the best of ``repeats``."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty(num_bytes, dtype=torch.uint8, device=peer)
-    best_ms = float("inf")
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        best_ms = min(best_ms, start.elapsed_time(end))
-    return num_bytes / best_ms / 1e6
-
-
-def _link_gbps(group: to.Group) -> float | None:
-    """What the copy engine moves to the next rank's GPU, the least over ranks; None without peers."""
-    if group.device.type != "cuda" or group.world_size == 1:
-        return None
-    peer = torch.device("cuda", ((group.device.index or 0) + 1) % torch.cuda.device_count())
-    return min(group.all_gather_object(copy_engine_gbps(group.device, peer)))
-
-
-def _method(settings: Settings, group: to.Group, link_gbps: float | None) -> dict[str, Any]:
+def _method(settings: Settings, group: to.Group, link: Link) -> dict[str, Any]:
     return {
         "rounds": settings.rounds,
         "warmup": settings.warmup,
@@ -196,7 +139,7 @@ def _method(settings: Settings, group: to.Group, link_gbps: float | None) -> dic
         "time": "median over rounds on the slowest rank; see triton_overlap/timing.py",
         "backend": group.backend.name,
         "process_group": dist.get_backend(),
-        "copy_engine_gbps": link_gbps,
+        "copy_engine_gbps": link.gbps,
     }
 
 
@@ -207,13 +150,13 @@ def run(settings: Settings, console: Console) -> Results | None:
         WrongResult: a result is not the reference.
         ValueError: a size that the ranks do not divide, fewer GPUs than ranks, or a table that does not fit.
     """
-    with _ranks() as group:
+    with ranks() as group:
         if settings.table is not None:
             to.load_table(settings.table, group=group)
         problems = settings.problems(group.world_size)
-        link_gbps = _link_gbps(group)
+        link = measure_link(group)
         rivals = all_rivals(group, max(settings.tokens), settings.dtype)
-        bench = Bench(group, rivals, settings, link_gbps)
+        bench = Bench(group, rivals, settings, link)
         rows = []
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, disable=group.rank != 0) as progress:
@@ -230,7 +173,7 @@ def run(settings: Settings, console: Console) -> Results | None:
             commit=settings.commit or environment.commit(),
             hardware=environment.hardware(group.device),
             versions=environment.versions(),
-            method=_method(settings, group, link_gbps),
+            method=_method(settings, group, link),
             rows=rows,
         )
 
@@ -242,7 +185,7 @@ def tune(settings: Settings, effort: to.Effort) -> to.Table | None:
         WrongResult: a result is not the reference.
         ValueError: a size that the ranks do not divide, or fewer GPUs than ranks.
     """
-    with _ranks() as group:
+    with ranks() as group:
         table = to.tune(group, settings.problems(group.world_size), effort=effort)
         if group.rank != 0:
             return None

@@ -83,7 +83,7 @@ class Backend(Protocol):
     """See the module's page.
 
     Attributes:
-        name: ``"cuda"``, ``"shm"`` or ``"sim"``.
+        name: ``"cuda"``, ``"nvshmem"``, ``"shm"`` or ``"sim"``.
         rank: this rank, ``0 <= rank < world_size``.
         world_size: the number of ranks.
         device: where kernels run and symmetric memory lives.

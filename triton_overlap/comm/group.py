@@ -282,7 +282,7 @@ def init_group(
     Args:
         process_group: a ``ProcessGroup``; by default the world, or a group of one rank where torch.distributed is not
             initialised.
-        backend: ``"cuda"``, ``"shm"`` or ``"auto"``, which takes ``"cuda"`` where torch sees a GPU.
+        backend: ``"cuda"``, ``"nvshmem"``, ``"shm"`` or ``"auto"``, which takes ``"cuda"`` where torch sees a GPU.
         timeout_s: seconds after which a wait gives up. The default leaves time for another rank's compilation.
         check: see :class:`Group`.
 

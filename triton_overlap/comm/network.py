@@ -27,12 +27,16 @@ What none promises, unless it declares so
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ..errors import BackendError
 
 if TYPE_CHECKING:
+    import torch
+
     from .backend import SymmetricMemory
     from .group import Group
 
@@ -60,11 +64,15 @@ class Network(Protocol):
         name: such as ``"direct"``.
         properties: what it declares.
         put: the device function. It reaches kernels as a constexpr, so that every kernel has one body.
+        num_programs: multiprocessors that calls leave to what the network itself runs, once it is attached.
+        compile_options: Triton's options for kernels with ``put``, once it is attached.
     """
 
     name: str
     properties: NetworkProperties
     put: Any
+    num_programs: int
+    compile_options: Mapping[str, Any]
 
     def attach(self, group: Group, memory: SymmetricMemory, max_puts: int) -> int:
         """Serve ``memory``, in which a rank has at most ``max_puts`` puts under way. Returns the address of the
@@ -73,6 +81,10 @@ class Network(Protocol):
         Raises:
             BackendError: the network cannot run here; says why and what would.
         """
+
+    def beside(self, table: torch.Tensor) -> AbstractContextManager[None]:
+        """Around the launches of one call on the current stream: what the network runs meanwhile. ``table`` is what
+        kernels get as ``buffer_ptr``; its word NETWORK is what ``attach`` returned."""
 
 
 def check_requirements(kernel: str, needs: NetworkProperties, network: Network) -> None:
@@ -94,7 +106,8 @@ def check_requirements(kernel: str, needs: NetworkProperties, network: Network) 
 
 
 def create_network(name: str) -> Network:
-    """The network called ``name``: ``"direct"``, ``"simulated"``, or ``"simulated_strong"``, whose signals are strong.
+    """The network called ``name``: ``"direct"``, ``"nvshmem"``, ``"simulated"``, or ``"simulated_strong"``, whose
+    signals are strong.
 
     Raises:
         ValueError: there is none of that name.
@@ -108,7 +121,11 @@ def create_network(name: str) -> Network:
         from .networks.simulated import SimulatedNetwork
 
         return SimulatedNetwork(strong_signals=name == "simulated_strong")
-    raise ValueError(f'a network is "direct", "simulated" or "simulated_strong", got {name!r}')
+    if name == "nvshmem":
+        from .networks.nvshmem import NvshmemNetwork
+
+        return NvshmemNetwork()
+    raise ValueError(f'a network is "direct", "nvshmem", "simulated" or "simulated_strong", got {name!r}')
 
 
 def refuse(name: str, reason: str) -> BackendError:

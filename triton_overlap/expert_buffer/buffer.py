@@ -56,7 +56,8 @@ class ExpertBuffer:
             memory of a combine.
         num_scale_up: ranks that reach each other by stores; by default all of them. Divides the world size; consecutive
             ranks are scale-up peers.
-        network: how scale-out peers are reached: ``"direct"``, ``"simulated"`` or ``"simulated_strong"``.
+        network: how scale-out peers are reached: ``"direct"``, ``"nvshmem"``, ``"simulated"`` or
+            ``"simulated_strong"``.
         kernel: ``"unordered"``, or ``"ordered"``, which a network must have strong signals for; by default
             ``EP_HYBRID_KERNEL``, else unordered.
         num_allocated_qps: communication contexts, 2 to 17.
@@ -178,6 +179,11 @@ class ExpertBuffer:
         """int64 [num_signals], what this rank's signals held when the last call ended."""
         return self._memory.bases
 
+    @property
+    def num_programs(self) -> int:
+        """Of the persistent grids that communicate."""
+        return self._memory.num_programs
+
     def renew(self, epoch: int) -> None:
         """Collective, for ``group.recover``: fresh memory, going on from ``epoch``."""
         self._memory.free()
@@ -198,7 +204,8 @@ class ExpertBuffer:
         """What one collective call launches; it starts after the group's previous call, on whatever stream, and may be
         captured, since epochs live on the device."""
         self.group.before_call(capturable=True)
-        yield
+        with self._memory.network_running():
+            yield
         self.group.record_call()
         self.group.after_call()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from ..comm.group import Group
@@ -26,6 +28,7 @@ class EpMemory:
         symmetric: the allocation.
         table: int64, ``comm.layout.TableWord``, for kernels.
         ep_tables: int64, ``ep_layout.EpWord``, for kernels; one for each format of rows.
+        num_programs: of a persistent grid beside what the network runs.
     """
 
     def __init__(self, group: Group, layout: EpLayout, network: Network, knobs: Knobs, epoch: int) -> None:
@@ -43,7 +46,10 @@ class EpMemory:
         tail[StateWord.EPOCH] = epoch + 1
         tail[STATE_WORDS:].copy_(constants)
         self._state = tail[:STATE_WORDS]
-        network_state = network.attach(group, self.symmetric, layout.max_puts) if layout.num_scale_out > 1 else 0
+        self._network = network if layout.num_scale_out > 1 else None
+        network_state = self._network.attach(group, self.symmetric, layout.max_puts) if self._network else 0
+        reserved = self._network.num_programs if self._network else 0
+        self.num_programs = max(group.backend.num_programs - reserved, 1)
         self.table = self._make_table(state, network_state)
         places = (bases, cut_address, cut_address + 4 * len(cut))
         self.ep_tables = {
@@ -64,6 +70,10 @@ class EpMemory:
         words[TableWord.NETWORK] = network_state
         head = torch.tensor(words, dtype=torch.int64, device=group.device)
         return torch.cat([head, self.symmetric.table, group.control_table])
+
+    def network_running(self) -> AbstractContextManager[None]:
+        """Around the launches of a call."""
+        return self._network.beside(self.table) if self._network else nullcontext()
 
     @property
     def bases(self) -> torch.Tensor:

@@ -114,8 +114,8 @@ def launch(
     layout = buffer.layout
     launch_kernel(
         ep_combine_kernel,
-        buffer.group.backend.num_programs,
-        {"num_warps": 8, "num_stages": 1},
+        buffer.num_programs,
+        {"num_warps": 8, "num_stages": 1, **buffer.network.compile_options},
         buffer_ptr=buffer.table,
         ep_ptr=buffer.ep_tables[form],
         routing_ptr=routing,

@@ -157,8 +157,8 @@ def launch(
     weights = payload.topk_weights
     launch_kernel(
         ep_dispatch_kernel,
-        buffer.group.backend.num_programs,
-        {"num_warps": 8, "num_stages": 1},
+        buffer.num_programs,
+        {"num_warps": 8, "num_stages": 1, **buffer.network.compile_options},
         buffer_ptr=buffer.table,
         ep_ptr=buffer.ep_tables["rows" if scales is None else "fp8"],
         routing_ptr=routing,

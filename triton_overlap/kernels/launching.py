@@ -35,7 +35,7 @@ def specializations_by_kernel() -> dict[str, int]:
     return {kernel.fn.__name__: launcher.specializations() for kernel, launcher in _launchers.items()}
 
 
-def compilation_key(kernel: Any, options: dict[str, int], arguments: dict[str, Any]) -> tuple[Any, ...]:
+def compilation_key(kernel: Any, options: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, ...]:
     """What Triton would compile ``kernel`` for, given these arguments by name."""
     launcher = _Launcher(kernel)
     return launcher.key(options, [arguments[name] for name in launcher.names])
@@ -64,7 +64,7 @@ class _Launcher:
             return len(self._compiled)
         return sum(len(caches[0]) for caches in self.kernel.device_caches.values())
 
-    def key(self, options: dict[str, int], values: list[Any]) -> tuple[Any, ...]:
+    def key(self, options: dict[str, Any], values: list[Any]) -> tuple[Any, ...]:
         """What Triton would compile the kernel for, given its arguments in order."""
         parts: list[Any] = list(options.values())
         for value, constexpr, specialised in zip(values, self._constexprs, self._specialised, strict=True):
@@ -85,7 +85,7 @@ class _Launcher:
                     parts.append(value.data_ptr() % 16 == 0)
         return tuple(parts)
 
-    def __call__(self, num_programs: int, options: dict[str, int], arguments: dict[str, Any]) -> None:
+    def __call__(self, num_programs: int, options: dict[str, Any], arguments: dict[str, Any]) -> None:
         values = [arguments[name] for name in self.names]
         if INTERPRETED.value:
             self._compiled.setdefault(self.key(options, values))
@@ -100,7 +100,7 @@ class _Launcher:
 
 
 def launch_kernel_on(
-    device: torch.device, kernel: Any, num_programs: int, options: dict[str, int], **arguments: Any
+    device: torch.device, kernel: Any, num_programs: int, options: dict[str, Any], **arguments: Any
 ) -> None:
     """``launch_kernel`` on ``device``: Triton launches on the current one, which, without a group, may be another than
     that of the tensors."""
@@ -108,7 +108,7 @@ def launch_kernel_on(
         launch_kernel(kernel, num_programs, options, **arguments)
 
 
-def launch_kernel(kernel: Any, num_programs: int, options: dict[str, int], **arguments: Any) -> None:
+def launch_kernel(kernel: Any, num_programs: int, options: dict[str, Any], **arguments: Any) -> None:
     """Launch ``kernel`` on a one-dimensional grid.
 
     Args:

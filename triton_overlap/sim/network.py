@@ -61,7 +61,7 @@ class NetworkInterface(Task):
         machine: the world's.
         rank: whose kernels fill the ring.
         copies: each rank's copy of the allocation.
-        ring: the ring (comm/networks/simulated.py).
+        ring: the ring (comm/networks/ring.py).
         entry_words: int64 words of an entry; word 1 of the ring is its depth in entries, word 2 whether signals are
             strong.
     """

@@ -14,15 +14,19 @@ from triton_overlap.comm.bootstrap import Bootstrap, LocalBootstrap, StoreBootst
 from triton_overlap.errors import BackendError
 
 #: Name to module and class. The simulator's backend is made by ``triton_overlap.sim.World``, not here.
-_BACKENDS = {"cuda": ("cuda", "CudaBackend"), "shm": ("shm", "ShmBackend")}
+_BACKENDS = {
+    "cuda": ("cuda", "CudaBackend"),
+    "nvshmem": ("cuda", "NvshmemBackend"),
+    "shm": ("shm", "ShmBackend"),
+}
 
 
 def create(name: str, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0) -> Backend:
     """A backend for the ranks of ``process_group``. Collective: every rank of the group calls it alike.
 
     Args:
-        name: ``"cuda"``, ``"shm"`` or ``"auto"``. ``"auto"`` is ``"cuda"`` where every rank sees a GPU and its kernels
-            are compiled for it, else ``"shm"``; it is the same on every rank.
+        name: ``"cuda"``, ``"nvshmem"``, ``"shm"`` or ``"auto"``. ``"auto"`` is ``"cuda"`` where every rank sees a GPU
+            and its kernels are compiled for it, else ``"shm"``; it is the same on every rank.
         process_group: the ranks. None means the world of ``torch.distributed`` where that is initialised, else a
             group of this process alone.
         timeout_s: how long construction waits for the other ranks, in seconds.

@@ -1,6 +1,12 @@
-"""The ``cuda`` backend: NVIDIA GPUs of one host, through ``torch.distributed._symmetric_memory``.
+"""The ``cuda`` backend: NVIDIA GPUs of one host, through ``torch.distributed._symmetric_memory``; and ``nvshmem``, the
+same with memory of NVSHMEM's symmetric heap, which the network of that name needs.
 
 That module is private to torch, so every use of it is in this file; written for torch 2.11 to 2.13.
+
+A process has one kind of symmetric memory for all its life. NVSHMEM starts with the first allocation, and every
+allocation is collective over all ranks of the job: so a group of ``nvshmem`` is the whole world of torch.distributed,
+and torch gives its memory back only when the process ends. ``NVSHMEM_REMOTE_TRANSPORT=none`` keeps it from looking for
+a network where none is needed. That is set here, and ``NVSHMEM_DISABLE_NVLS=1``, unless the environment has them.
 
 More ranks than GPUs: set ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`` on every rank and use a gloo process group,
 since nccl refuses to share a GPU. Kernels of different processes on one GPU run by turns of milliseconds: good for
@@ -126,23 +132,29 @@ class CudaBackend(ProcessBackend):
     """
 
     name = "cuda"
+    #: torch's name of where symmetric memory comes from.
+    heap = "CUDA"
     interpreted = False
     clock_address = 0
 
     def __init__(self, bootstrap: Bootstrap, timeout_s: float, process_group: dist.ProcessGroup | None) -> None:
         super().__init__(bootstrap, process_group)
         self._process_group = process_group
-        entries = bootstrap.all_gather_object(_facts(), timeout_s)
-        _refuse(_problem(entries))
+        entries = bootstrap.all_gather_object(_facts(self.heap), timeout_s)
+        _refuse(self.name, _problem(entries) or self._group_problem())
         self.device = torch.device("cuda", torch.cuda.current_device())
         # Who reaches whom differs from rank to rank; all must refuse alike.
         for problem in bootstrap.all_gather_object(_unreachable_peer(self.rank, entries), timeout_s):
-            _refuse(problem)
+            _refuse(self.name, problem)
         self.num_programs: int = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.copies = _CopyEngine(self.device)
         # High priority, so that a few programs that communicate get their places beside a GEMM that fills the GPU.
         self._side_stream = torch.cuda.Stream(self.device, priority=-1)
         self._streams: dict[tuple[int, ...], torch.cuda.Stream] = {}
+
+    def _group_problem(self) -> str | None:
+        """What is wrong with these ranks, alike on all of them."""
+        return None
 
     def symmetric_empty(self, num_bytes: int, timeout_s: float) -> SymmetricMemory:
         """See the protocol. ``BackendError`` on every rank where one rank's GPU has no memory left."""
@@ -236,6 +248,32 @@ class CudaBackend(ProcessBackend):
         return _Mapping(allocation, handle, copies), addresses
 
 
+class NvshmemBackend(CudaBackend):
+    """The same with memory of NVSHMEM's symmetric heap; see the module's page.
+
+    Raises:
+        BackendError: besides what ``CudaBackend`` does, where torch has no NVSHMEM, where this process has allocated
+            symmetric memory of another kind, or where the ranks are not the whole world.
+    """
+
+    name = "nvshmem"
+    heap = "NVSHMEM"
+
+    def __init__(self, bootstrap: Bootstrap, timeout_s: float, process_group: dist.ProcessGroup | None) -> None:
+        os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
+        os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")  # all ranks are on one host
+        super().__init__(bootstrap, timeout_s, process_group)
+
+    def _group_problem(self) -> str | None:
+        world_size = dist.get_world_size()
+        if self.world_size != world_size:
+            return (
+                f"its allocations are collective over all {world_size} ranks of the job, and the group has "
+                f"{self.world_size}; make the group of the whole world, or use the cuda backend"
+            )
+        return None
+
+
 @contextlib.contextmanager
 def _without_multicast() -> Iterator[None]:
     """Keep torch from making a multicast object, which nothing here uses and not every machine survives."""
@@ -250,14 +288,14 @@ def _without_multicast() -> Iterator[None]:
             os.environ[_NO_MULTICAST_VARIABLE] = before
 
 
-def _refuse(problem: str | None) -> None:
+def _refuse(name: str, problem: str | None) -> None:
     if problem is not None:
-        raise BackendError(f"the cuda backend cannot run here: {problem}")
+        raise BackendError(f"the {name} backend cannot run here: {problem}")
 
 
-def _facts() -> dict[str, Any]:
+def _facts(heap: str) -> dict[str, Any]:
     """What this rank's peers must know to decide, all alike, whether the backend can run."""
-    facts: dict[str, Any] = {"local": _local_problem(), "hostname": os.uname().nodename}
+    facts: dict[str, Any] = {"local": _local_problem(heap), "hostname": os.uname().nodename}
     if facts["local"] is None:
         with open("/proc/sys/kernel/random/boot_id") as file:
             facts["host"] = file.read().strip()
@@ -267,7 +305,7 @@ def _facts() -> dict[str, Any]:
     return facts
 
 
-def _local_problem() -> str | None:
+def _local_problem(heap: str) -> str | None:
     """What is missing on this rank alone, with a remedy; None if nothing is."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA; install a CUDA build, or use the shm backend"
@@ -278,11 +316,36 @@ def _local_problem() -> str | None:
     conflict = _nccl_conflict(torch.version.cuda)
     if conflict is not None:
         return conflict
+    return _nvshmem_problem() if heap == "NVSHMEM" else _allocator_problem()
+
+
+def _allocator_problem() -> str | None:
     allocator = symm_mem.get_backend(torch.device("cuda", torch.cuda.current_device()))
     if allocator != "CUDA":
         return (
-            f"torch's symmetric memory comes from {allocator}; leave TORCH_SYMMMEM unset and do not call "
-            f"torch.distributed._symmetric_memory.set_backend in this process"
+            f"torch's symmetric memory comes from {allocator}; leave TORCH_SYMMMEM unset, do not call "
+            f"torch.distributed._symmetric_memory.set_backend in this process, and make no group of the nvshmem backend"
+        )
+    return None
+
+
+def _nvshmem_problem() -> str | None:
+    """Have torch take symmetric memory from NVSHMEM. Returns why it cannot, with a remedy."""
+    if not symm_mem.is_nvshmem_available():
+        return (
+            f"torch {torch.__version__} finds no NVSHMEM; install nvidia-nvshmem-cu{str(torch.version.cuda)[:2]}, or "
+            f"use the cuda backend"
+        )
+    if not dist.is_initialized():
+        return "NVSHMEM starts through torch.distributed; call init_process_group first, or use the cuda backend"
+    if symm_mem.get_backend(torch.device("cuda")) == "NVSHMEM":
+        return None
+    try:
+        symm_mem.set_backend("NVSHMEM")
+    except RuntimeError as failure:
+        return (
+            f"torch cannot take symmetric memory from NVSHMEM ({failure}); make the first group of this process one of "
+            f"the nvshmem backend"
         )
     return None
 

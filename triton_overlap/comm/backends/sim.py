@@ -194,7 +194,7 @@ class SimBackend:
         self._machine.synchronize()
 
     def start_network(self, memory: SymmetricMemory, ring: torch.Tensor, entry_words: int) -> None:
-        """Put whatever kernels of this rank hand off in ``ring`` (comm/networks/simulated.py) into the peers' copies of
+        """Put whatever kernels of this rank hand off in ``ring`` (comm/networks/ring.py) into the peers' copies of
         ``memory``, in any order that the network's model allows."""
         self._open()
         self._machine.add_network_interface(self.rank, memory.handle, ring, entry_words)

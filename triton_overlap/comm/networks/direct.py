@@ -6,7 +6,9 @@ for the puts of one program. Another program's are not ordered by them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -15,6 +17,8 @@ from ..device import INTERPRETED, RANK, peer_address
 from ..network import NetworkProperties
 
 if TYPE_CHECKING:
+    import torch
+
     from ..backend import SymmetricMemory
     from ..group import Group
 
@@ -50,7 +54,13 @@ class DirectNetwork:
     name = "direct"
     properties = NetworkProperties(strong_signals=True, signals_anywhere=True)
     put = staticmethod(put)
+    num_programs = 0
+    compile_options: Mapping[str, Any] = {}
 
     def attach(self, group: Group, memory: SymmetricMemory, max_puts: int) -> int:
         """Nothing to keep: every peer's memory is within reach of a store."""
         return 0
+
+    def beside(self, table: torch.Tensor) -> AbstractContextManager[None]:
+        """Nothing: the program that puts does the copy."""
+        return nullcontext()

@@ -1,0 +1,323 @@
+"""One rank of the expert-parallel benchmark: check every result, then time calls in turns.
+
+Two things are measured. *Calls*: dispatch and combine among ranks that reach each other by stores, against an
+all-to-all and against what the bytes need. *Variants*: the cut of channels into parts and puts, with every rank a
+scale-out rank of its own, so that all rows travel by puts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+import triton_overlap as to
+from triton_overlap import environment
+from triton_overlap.bench.ep_problems import EpProblem, Expected, Operation, Received
+from triton_overlap.bench.ep_results import Comparison, EpResults, EpRow, Variant
+from triton_overlap.bench.ep_rivals import AllToAll, Rival, Run, ThisLibrary, Work
+from triton_overlap.bench.ranks import Link, gpus_are_shared, measure_link, ranks, timer_of
+from triton_overlap.bench.results import Measurement, now
+from triton_overlap.problems import TOLERANCE, WrongResult, cache_bytes_of
+from triton_overlap.reference import relative_error
+from triton_overlap.timing import Timing, slowest, take_turns
+
+#: min_tokens_per_part and num_sub_parts of the variants; the first one is the control.
+VARIANTS = ((1, 1), (1, 2), (15, 1), (15, 2))
+CALLS, COMPARED = "calls", "variants"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure.
+
+    Attributes:
+        problems: as ``EpProblem.parse`` reads them.
+        parts: of the benchmark: ``"calls"``, ``"variants"``.
+        network, num_sms, channels_per_sm: of the variants.
+        rounds, warmup: timed and untimed calls of each, in a repetition too.
+        repetitions: of the variants.
+        seed: of inputs and of the order of calls.
+        command, commit: kept with the results.
+    """
+
+    problems: list[str]
+    parts: list[str]
+    network: str
+    num_sms: int
+    channels_per_sm: int
+    rounds: int
+    warmup: int
+    repetitions: int
+    seed: int
+    command: list[str]
+    commit: str | None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Inputs of a problem on this rank, and what calls on them must give."""
+
+    work: Work
+    expected: list[Expected]
+
+    @classmethod
+    def of(cls, problem: EpProblem, group: to.Group, seed: int) -> Prepared:
+        device = group.device
+        seeds = range(seed, seed + problem.num_input_sets(cache_bytes_of(device)))
+        expected = [Expected.of(problem, group.rank, each, device) for each in seeds]
+        sets = [problem.inputs(group.rank, each, device) for each in seeds]
+        return cls(Work(problem, group.rank, sets, [found.y for found in expected]), expected)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What one rank keeps during a run."""
+
+    group: to.Group
+    settings: Settings
+    link: Link
+
+    def measure_calls(self, prepared: Prepared) -> list[EpRow]:
+        """A row for each operation. Collective."""
+        problem = prepared.work.problem
+        unavailable: dict[str, str] = {}
+        others: list[Rival] = []
+        if gpus_are_shared(self.group):
+            unavailable["all_to_all"] = "the ranks share GPUs, which NCCL refuses"
+        else:
+            others.append(AllToAll())
+        if self.group.device.type != "cuda":
+            unavailable["graph"] = "CUDA graphs need a GPU"
+        rows = []
+        with self._buffer(problem, use_fp8_dispatch=True) as buffer:
+            for operation in Operation:
+                calls: dict[str, Run] = {}
+                for rival in (ThisLibrary(buffer), *others):
+                    calls.update(rival.calls(operation, prepared.work))
+                errors = self.check(operation, calls, prepared)
+                timings = slowest(self.group.all_gather_object(self._time(calls, prepared, self.settings.seed)))
+                moved = self._moved_bytes(operation, prepared)
+                rows.append(
+                    EpRow(
+                        operation=operation.value,
+                        tokens=problem.tokens,
+                        hidden=problem.hidden,
+                        topk=problem.topk,
+                        experts=problem.experts,
+                        world_size=problem.world_size,
+                        moved_bytes=moved,
+                        bound_ms=self.link.time_ms(moved),
+                        measurements={name: Measurement(name, timings[name], errors[name]) for name in calls},
+                        unavailable=unavailable,
+                    )
+                )
+        return rows
+
+    def measure_variants(self, prepared: Prepared) -> list[Comparison]:
+        """The variants of dispatch and of combine. Collective."""
+        problem = prepared.work.problem
+        comparisons = []
+        with self._variants(problem) as buffers:
+            for operation, call in ((Operation.DISPATCH, "device_counts"), (Operation.COMBINE, "eager")):
+                calls = {
+                    str(index): ThisLibrary(buffer).calls(operation, prepared.work)[call]
+                    for index, buffer in enumerate(buffers)
+                }
+                self.check(operation, calls, prepared)
+                means: dict[str, list[float]] = {name: [] for name in calls}
+                for repetition in range(self.settings.repetitions):
+                    found = self._time(calls, prepared, self.settings.seed + repetition)
+                    of_ranks = self.group.all_gather_object({name: each.median_ms for name, each in found.items()})
+                    for name, collected in means.items():
+                        collected.append(sum(medians[name] for medians in of_ranks) / len(of_ranks))
+                comparisons.append(
+                    Comparison(
+                        operation=operation.value,
+                        tokens=problem.tokens,
+                        hidden=problem.hidden,
+                        topk=problem.topk,
+                        experts=problem.experts,
+                        topology=f"{problem.world_size}x1",
+                        network=self.settings.network,
+                        channels=buffers[0].layout.geometry.num_channels,
+                        variants=[
+                            Variant(*knobs, buffer.layout.geometry.sub_part_sizes, means[str(index)])
+                            for index, (knobs, buffer) in enumerate(zip(VARIANTS, buffers, strict=True))
+                        ],
+                    )
+                )
+        return comparisons
+
+    def check(self, operation: Operation, calls: dict[str, Run], prepared: Prepared) -> dict[str, float]:
+        """Each call's largest error over all ranks and input sets.
+
+        Raises:
+            WrongResult: on every rank, where a dispatch is not exact or a combine's error is too large.
+        """
+        worst = dict.fromkeys(calls, 0.0)
+        for index, expected in enumerate(prepared.expected):
+            for name, run in calls.items():
+                leave_nan(prepared.work.problem, expected)
+                worst[name] = max(worst[name], error_of(operation, run(index), expected, prepared.work.problem))
+        for found in self.group.all_gather_object(worst):
+            worst = {name: max(worst[name], found[name]) for name in worst}
+        tolerance = TOLERANCE[torch.bfloat16] if operation == Operation.COMBINE else 0.0
+        wrong = {name: error for name, error in worst.items() if not error <= tolerance}
+        if wrong:
+            listed = ", ".join(f"{name} {error:.1e}" for name, error in wrong.items())
+            raise WrongResult(f"{operation.value}, {prepared.work.problem}: error over {tolerance:.0e}: {listed}")
+        return worst
+
+    def _time(self, calls: dict[str, Run], prepared: Prepared, seed: int) -> dict[str, Timing]:
+        return take_turns(
+            calls,
+            timer=timer_of(self.group),
+            num_sets=len(prepared.work.sets),
+            rounds=self.settings.rounds,
+            warmup=self.settings.warmup,
+            seed=seed,
+        )
+
+    def _moved_bytes(self, operation: Operation, prepared: Prepared) -> float:
+        problem, seed = prepared.work.problem, self.settings.seed
+        rows = [
+            problem.rows_moved(self.group.rank, seed + index, operation, self.group.device)
+            for index in range(len(prepared.work.sets))
+        ]
+        mean = sum(rows) / len(rows) * problem.row_bytes(operation)
+        return max(self.group.all_gather_object(mean))
+
+    @contextmanager
+    def _buffer(self, problem: EpProblem, **settings: Any) -> Iterator[to.ExpertBuffer]:
+        buffer = to.ExpertBuffer(
+            self.group,
+            num_max_tokens_per_rank=problem.tokens,
+            hidden=problem.hidden,
+            num_topk=problem.topk,
+            num_experts=problem.experts,
+            **settings,
+        )
+        yield buffer
+        # Its memory goes: no rank may be in a call.
+        self.group.check()
+        self.group.barrier()
+        buffer.close()
+
+    @contextmanager
+    def _variants(self, problem: EpProblem, chosen: tuple[tuple[int, int], ...] = VARIANTS) -> Iterator[list[Any]]:
+        """A buffer for each of them."""
+        if not chosen:
+            yield []
+            return
+        (min_tokens_per_part, num_sub_parts), *others = chosen
+        settings = {
+            "num_scale_up": 1,
+            "network": self.settings.network,
+            "num_sms": self.settings.num_sms,
+            "channels_per_sm": self.settings.channels_per_sm,
+            "min_tokens_per_part": min_tokens_per_part,
+            "num_sub_parts": num_sub_parts,
+        }
+        with self._buffer(problem, **settings) as buffer, self._variants(problem, tuple(others)) as later:
+            yield [buffer, *later]
+
+
+def leave_nan(problem: EpProblem, expected: Expected) -> None:
+    """Leave NaN in the memory that the next result will probably get from the allocator: a call that stores nothing
+    must not find what an earlier one stored."""
+    x = expected.dispatch.x
+    for rows in (problem.tokens, x.shape[0], problem.world_size * problem.tokens):
+        for num_bytes in (problem.hidden, 2 * problem.hidden):
+            torch.full((rows, num_bytes), 255, dtype=torch.uint8, device=x.device)  # NaN in both dtypes
+
+
+def error_of(operation: Operation, found: Received | Tensor, expected: Expected, problem: EpProblem) -> float:
+    """Relative error of a combine; 0 for a dispatch that is exact, and infinity for another."""
+    if operation == Operation.COMBINE:
+        assert isinstance(found, Tensor)
+        return relative_error(found, expected.combine)
+    assert isinstance(found, Received)
+    right = expected.dispatch_fp8 if operation == Operation.DISPATCH_FP8 else expected.dispatch
+    rows = right.x.shape[0]
+    if found.x.shape[0] not in (rows, problem.world_size * problem.tokens):
+        return float("inf")
+    pairs = [(found.x, right.x), (found.topk_idx, right.topk_idx), (found.scales, right.scales)]
+    if found.topk_weights is not None:
+        pairs.append((found.topk_weights, right.topk_weights))
+    return 0.0 if all(_same_bits(mine, theirs) for mine, theirs in pairs) else float("inf")
+
+
+def _same_bits(found: Tensor | None, expected: Tensor | None) -> bool:
+    """Of the rows that are expected."""
+    if found is None or expected is None:
+        return found is expected
+    rows = found[: expected.shape[0]].contiguous()
+    return rows.dtype == expected.dtype and torch.equal(rows.view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def _method(settings: Settings, group: to.Group, link: Link) -> dict[str, Any]:
+    return {
+        "ranks": group.world_size,
+        "rounds": settings.rounds,
+        "warmup": settings.warmup,
+        "repetitions": settings.repetitions,
+        "seed": settings.seed,
+        "inputs": "normal rows, uniform routings, in turns over sets larger than twice the L2 cache",
+        "time": "median over rounds on the slowest rank, variants: its mean over ranks; see triton_overlap/timing.py",
+        "backend": group.backend.name,
+        "process_group": dist.get_backend(),
+        "gpus_are_shared": gpus_are_shared(group),
+        "over": link.name,
+        "gbps": link.gbps,
+    }
+
+
+def run(settings: Settings, console: Console) -> EpResults | None:
+    """Measure; collective. Returns the results on rank 0, None on the others.
+
+    Raises:
+        WrongResult: a result is not the reference.
+        ValueError: a problem that cannot be.
+    """
+    backend = "nvshmem" if settings.network == "nvshmem" else "auto"
+    with ranks(backend=backend, share_gpus=True) as group:
+        problems = [EpProblem.parse(text, group.world_size) for text in settings.problems]
+        link = measure_link(group)
+        bench = Bench(group, settings, link)
+        rows: list[EpRow] = []
+        comparisons: list[Comparison] = []
+        if COMPARED in settings.parts and group.world_size == 1 and group.rank == 0:
+            console.print("no variants: one rank sends nothing by puts")
+        parts = [part for part in settings.parts if part == CALLS or group.world_size > 1]
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, disable=group.rank != 0) as progress:
+            task = progress.add_task("", total=len(problems) * len(parts))
+            for text, problem in zip(settings.problems, problems, strict=True):
+                prepared = Prepared.of(problem, group, settings.seed)
+                for part in parts:
+                    progress.update(task, description=f"{text}, {part}")
+                    if part == CALLS:
+                        rows += bench.measure_calls(prepared)
+                    else:
+                        comparisons += bench.measure_variants(prepared)
+                    progress.advance(task)
+        if group.rank != 0:
+            return None
+        return EpResults(
+            created=now(),
+            command=settings.command,
+            commit=settings.commit or environment.commit(),
+            hardware=environment.hardware(group.device),
+            versions=environment.versions(),
+            method=_method(settings, group, link),
+            rows=rows,
+            comparisons=comparisons,
+        )
