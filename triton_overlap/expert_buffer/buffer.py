@@ -61,7 +61,8 @@ class ExpertBuffer:
         kernel: ``"unordered"``, or ``"ordered"``, which a network must have strong signals for; by default
             ``EP_HYBRID_KERNEL``, else unordered.
         num_allocated_qps: communication contexts, 2 to 17.
-        num_sms, channels_per_sm: channels are their product; 0 for a default.
+        num_sms, channels_per_sm: channels are their product; 0 for a default: 24 and 4 where puts carry them, 66 and 3
+            where all ranks are scale-up peers.
         deterministic: accepted: results never depend on the order of arrival.
         min_tokens_per_part, num_sub_parts, min_sub_tokens, arch_min_sub_tokens: see ``ep_geometry.plan``; None takes
             the environment's.

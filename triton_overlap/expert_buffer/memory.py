@@ -48,8 +48,7 @@ class EpMemory:
         self._state = tail[:STATE_WORDS]
         self._network = network if layout.num_scale_out > 1 else None
         network_state = self._network.attach(group, self.symmetric, layout.max_puts) if self._network else 0
-        reserved = self._network.num_programs if self._network else 0
-        self.num_programs = max(group.backend.num_programs - reserved, 1)
+        self.num_programs = _num_programs(group, self._network)
         self.table = self._make_table(state, network_state)
         places = (bases, cut_address, cut_address + 4 * len(cut))
         self.ep_tables = {
@@ -88,3 +87,11 @@ class EpMemory:
     def free(self) -> None:
         """Local; once no rank uses it any more."""
         self._group.backend.free(self.symmetric)
+
+
+def _num_programs(group: Group, network: Network | None) -> int:
+    """Programs of a call's kernels: what the network leaves, or, without one, two for each multiprocessor of a GPU,
+    which have twice the loads in flight. They need not be resident together: a task waits for earlier ones alone."""
+    if network is not None:
+        return max(group.backend.num_programs - network.num_programs, 1)
+    return group.backend.num_programs * (1 if group.backend.interpreted else 2)

@@ -47,6 +47,8 @@ from .launching import launch_kernel
 
 FIXED_WORDS = tl.constexpr(_FIXED_WORDS)
 _BLOCK = 16 if INTERPRETED.value else 256
+#: Programs for each multiprocessor: a row is a chain of loads, and only other rows hide it.
+_PROGRAMS_EACH = 4
 
 
 @triton.jit
@@ -194,7 +196,8 @@ def launch(buffer: Any, routing: torch.Tensor, out: Received, *, expand: bool, a
         "RANK_LANES": triton.next_power_of_2(layout.world_size),
     }
     options = {"num_warps": 8, "num_stages": 1}
-    programs = buffer.group.backend.num_programs
+    backend = buffer.group.backend
+    programs = backend.num_programs * (1 if backend.interpreted else _PROGRAMS_EACH)
     launch_kernel(ep_unpack_kernel, programs, options, META=True, ROW=not expand, EXPAND=False, **arguments)
     if expand:
         launch_kernel(
