@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "environment": set(),
     "problems": set(),
     "timing": set(),
+    "timeline": set(),
     "comm": {"errors"},
     "comm.backends": {"comm", "errors"},
     "comm.backends.sim": {"comm", "errors"},

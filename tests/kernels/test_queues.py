@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triton_overlap.kernels import matmul_reduce_scatter
-from triton_overlap.kernels.matmul_reduce_scatter import OWN_TILE, PEER_TILE, PUSH
+from triton_overlap.kernels.timeline import OWN_TILE, PEER_TILE, PUSH
 
 _queue_entry = matmul_reduce_scatter._queue_entry
 

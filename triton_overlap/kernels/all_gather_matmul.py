@@ -48,6 +48,7 @@ from .epilogue import Epilogue, finish_gated_tile, finish_tile
 from .launching import launch_kernel
 from .operands import StoredB, chunk_descriptor, contiguous_rows, gemm_arguments, use_descriptors
 from .tiles import matmul_tile, matmul_tile_pair, push_piece, slot_chunks, tile_position
+from .timeline import OWN_TILE, PEER_TILE, PUSH, moment, record_task, task_rows
 
 FLAG_LANES = tl.constexpr(_config.FLAG_LANES)
 
@@ -56,7 +57,11 @@ FLAG_LANES = tl.constexpr(_config.FLAG_LANES)
 COPY_ENGINE_BYTES = 32 * 1024 * 1024
 
 
-@triton.jit(do_not_specialize=["tokens_ptr", "epoch", "rows", "slot_rows", "rows_per_flag", "pushes", "operation"])
+@triton.jit(
+    do_not_specialize=[
+        "tokens_ptr", "epoch", "rows", "slot_rows", "rows_per_flag", "pushes", "operation", "timeline_ptr",
+    ]
+)  # fmt: skip
 def all_gather_matmul_kernel(
     buffer_ptr, tokens_ptr,  # int64 table of the user buffer; int32 T on the device, or None: T is W * rows
     x_ptr, x_desc, slot_desc,  # own chunk [1, rows, K], and the slot [W, slot_rows, K], or with tokens_ptr both
@@ -65,7 +70,7 @@ def all_gather_matmul_kernel(
     product_ptr, bias_ptr,  # [T, N], the product before the activation, and [N], or None
     epoch, rows, slot_rows, rows_per_flag,
     pushes,  # peers to push to, plus 1 for the own slot, or 0
-    operation, N, K,
+    operation, timeline_ptr, N, K,  # rows of timeline.py, or None
     PRECISION: tl.constexpr, B_K_MAJOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     COPY_BLOCK: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr,
@@ -89,6 +94,10 @@ def all_gather_matmul_kernel(
     task = claim_task(buffer_ptr)
     ok = open_call(buffer_ptr, task, epoch, rows, N, K, operation)
     while (task < total) & (ok == 1):
+        began = moment(timeline_ptr, buffer_ptr)
+        waited = began
+        went_on = began
+        kind = tl.full((), PUSH, tl.int32)
         phase = tl.minimum(task // (tiles + pieces), pushes)
         index = task - phase * (tiles + pieces)
         pieces_here = pieces
@@ -107,11 +116,13 @@ def all_gather_matmul_kernel(
                 x_desc is not None, COPY_BLOCK,
             )  # fmt: skip
         else:
+            kind = tl.where(phase == 0, OWN_TILE, PEER_TILE)
             tile_m, tile_n = tile_position(index - piece, tiles_m, tiles_n, GROUP_M)
             row = tile_m * BLOCK_M
             col = tile_n * COLUMNS
             source = (rank + phase) % world_size
             if phase > 0:
+                waited = moment(timeline_ptr, buffer_ptr)
                 # Agreement on T first: it says which flags there are to wait for.
                 ok = wait_headers(buffer_ptr, checked, phase + 1, epoch, rows, N, K, operation)
                 checked = tl.maximum(checked, phase + 1)
@@ -122,6 +133,7 @@ def all_gather_matmul_kernel(
                     own_flags = flags_ptr(buffer_ptr, rank, source, epoch)
                     ok = wait_flags(buffer_ptr, own_flags, first, count, epoch, operation, AT_DATA, source, FLAG_LANES)
                 arrived = flag
+                went_on = moment(timeline_ptr, buffer_ptr)
             if ok == 1:
                 # Select the operand, not the loop: two loops would each take shared memory.
                 if phase == 0:
@@ -146,6 +158,7 @@ def all_gather_matmul_kernel(
                         out_desc, out_ptr, product_ptr, bias_ptr, acc, source, row, rows, col, N,
                         FUNCTION, tokens_ptr is None, BLOCK_M, BLOCK_N,
                     )  # fmt: skip
+        record_task(timeline_ptr, buffer_ptr, task, kind, began, waited, went_on)
         task = claim_task(buffer_ptr)
     if end_call(buffer_ptr, tokens_ptr, ok, checked, epoch, rows, N, K, operation) == 2:
         poison(out_ptr, capacity.to(tl.int64) * world_size * out_columns, COPY_BLOCK)
@@ -228,6 +241,12 @@ def launch(
             if gather:
                 slot[rank * rows : (rank + 1) * rows].copy_(x)
         out_rows = rows if active_tokens is None else tokens
+
+        def tasks() -> int:
+            columns = config.BLOCK_N // 2 if gated else config.BLOCK_N
+            tiles = triton.cdiv(rows, config.BLOCK_M) * triton.cdiv(out.shape[1], columns)
+            return int(world_size * tiles + pushes * triton.cdiv(rows, rows_per_flag))
+
         descriptors = use_descriptors(config, x, stored_b.matrix, out)  # the slot is aligned, and has the rows of x
         try:
             launch_kernel(
@@ -247,6 +266,7 @@ def launch(
                 rows_per_flag=rows_per_flag,
                 pushes=pushes,
                 operation=operation_code(Operation.ALL_GATHER_MATMUL, x.dtype, by, tile),
+                timeline_ptr=task_rows(buffer, "all_gather_matmul", tasks),
                 FUNCTION=None if epilogue is None else epilogue.function,
                 GATED=gated,
                 **gemm_arguments(config, stored_b, out, out_rows, descriptors, paired=gated),

@@ -71,16 +71,13 @@ from .tiles import (
     store_masked,
     tile_position,
 )
+from .timeline import OWN_TILE, PEER_TILE, PUSH, moment, record_task, task_rows
 
 #: Tasks between a tile and its push, for each program. Every other task is a push, so half a tile's time; more let
 #: pushes pile up, and they share one link.
 DELAY_PER_PROGRAM = 1
 #: Pushes that stand together before an own tile.
 PUSHES_PER_OWN_TILE = tl.constexpr(4)
-
-PEER_TILE = tl.constexpr(0)
-PUSH = tl.constexpr(1)
-OWN_TILE = tl.constexpr(2)
 
 
 @triton.jit
@@ -169,14 +166,14 @@ def _stage_tile(staging_ptr, acc, owner, row, rows, col, N, BLOCK_M: tl.constexp
         store_masked(staging_ptr, acc.to(staging_ptr.dtype.element_ty), owner, row, rows, cols, N, BLOCK_M)
 
 
-@triton.jit(do_not_specialize=["tokens_ptr", "epoch", "rows", "slot_rows", "delay", "operation"])
+@triton.jit(do_not_specialize=["tokens_ptr", "epoch", "rows", "slot_rows", "delay", "operation", "timeline_ptr"])
 def matmul_reduce_scatter_kernel(
     buffer_ptr, tokens_ptr,  # int64 table of the user buffer; int32 T on the device, or None: T is W * rows
     slot_desc,  # the slot [W, slot_rows, N], or with tokens_ptr both
     a_ptr, a_desc,  # [1, T, K]
     b_ptr, b_desc, stride_b,  # [K, N], or [N, K] with B_K_MAJOR
     out_ptr, out_desc, bias_ptr, residual_ptr,  # [rows, N] row-major; [N], or None; [rows, N], or None
-    epoch, rows, slot_rows, delay, operation, N, K,
+    epoch, rows, slot_rows, delay, operation, timeline_ptr, N, K,  # rows of timeline.py, or None
     PRECISION: tl.constexpr, B_K_MAJOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
@@ -202,6 +199,9 @@ def matmul_reduce_scatter_kernel(
     task = claim_task(buffer_ptr)
     ok = open_call(buffer_ptr, task, epoch, rows, N, K, operation)
     while (task < total) & (ok == 1):
+        began = moment(timeline_ptr, buffer_ptr)
+        waited = began
+        went_on = began
         kind, index = _queue_entry(task, peer_tiles, delay)
         # Peers are served in the order 1, 2, .. steps before this rank, so that no owner gets from all at once.
         owner = (rank + world_size - 1 - index // tiles) % world_size
@@ -213,7 +213,9 @@ def matmul_reduce_scatter_kernel(
         col = tile_n * BLOCK_N
         if kind == PUSH:
             staged = staged_ptr(buffer_ptr, owner)
+            waited = moment(timeline_ptr, buffer_ptr)
             ok = wait_flags(buffer_ptr, staged, tile, 1, epoch, operation, AT_STAGING, rank, 1)
+            went_on = moment(timeline_ptr, buffer_ptr)
             if ok == 1:
                 target_ptr = slot_address(buffer_ptr, owner, epoch).to(out_ptr.dtype)
                 if out_desc is not None:
@@ -233,6 +235,7 @@ def matmul_reduce_scatter_kernel(
                 _stage_tile(staging_ptr, acc, owner, row, rows, col, N, BLOCK_M, BLOCK_N)
                 release_staged(staged_ptr(buffer_ptr, owner) + tile, epoch)
             else:
+                waited = moment(timeline_ptr, buffer_ptr)
                 ok = wait_headers(buffer_ptr, checked, world_size, epoch, rows, N, K, operation)
                 checked = world_size
                 for step in range(1, world_size):
@@ -240,12 +243,14 @@ def matmul_reduce_scatter_kernel(
                         source = (rank + step) % world_size
                         own_flags = flags_ptr(buffer_ptr, rank, source, epoch)
                         ok = wait_flags(buffer_ptr, own_flags, tile, 1, epoch, operation, AT_DATA, source, 1)
+                went_on = moment(timeline_ptr, buffer_ptr)
                 if ok == 1:
                     _store_own(
                         out_desc, out_ptr, bias_ptr, residual_ptr,
                         slot_desc, slot_ptr, first_chunk, slot_rows, buffer_ptr,
                         acc, row, rows, col, N, tokens_ptr is None, BLOCK_M, BLOCK_N,
                     )  # fmt: skip
+        record_task(timeline_ptr, buffer_ptr, task, kind, began, waited, went_on)
         task = claim_task(buffer_ptr)
     if end_call(buffer_ptr, tokens_ptr, ok, checked, epoch, rows, N, K, operation) == 2:
         poison(out_ptr, capacity.to(tl.int64) * N, COPY_BLOCK)
@@ -283,6 +288,11 @@ def launch(
     config = config or tile_config(a.dtype, b.shape[1], k, interpreted=group.backend.interpreted)
     out = torch.empty(rows, b.shape[1], dtype=a.dtype, device=a.device)
     descriptors = use_descriptors(config, a, stored_b.matrix, out)
+
+    def tasks() -> int:
+        tiles = triton.cdiv(rows, config.BLOCK_M) * triton.cdiv(out.shape[1], config.BLOCK_N)
+        return int((2 * group.world_size - 1) * tiles)
+
     with buffer.call() as call:
         slot, slot_rows = buffer.slot_chunks(rows)
         launch_kernel(
@@ -301,6 +311,7 @@ def launch(
             slot_rows=slot_rows,
             delay=DELAY_PER_PROGRAM * group.backend.num_programs,
             operation=operation_code(Operation.MATMUL_REDUCE_SCATTER, a.dtype, tile=tile),
+            timeline_ptr=task_rows(buffer, "matmul_reduce_scatter", tasks),
             **gemm_arguments(config, stored_b, out, rows, descriptors),
         )
     return out
