@@ -21,9 +21,11 @@ PAGES = [
     "docs/index.md",
     "docs/choosing.md",
     "docs/methods.md",
+    "docs/performance.md",
     "docs/simulator.md",
     "triton_overlap/comm/README.md",
     "benchmarks/README.md",
+    "benchmarks/LOG.md",
 ]
 
 

@@ -63,15 +63,17 @@ class EventTimer:
     Args:
         barrier: of the hosts.
         line_up: enqueues a small collective on the current stream.
+        sleep_cycles: of the sleep, at least as long as the host takes to enqueue the call.
     """
 
     barrier: Callable[[], object]
     line_up: Callable[[], object]
+    sleep_cycles: int = SLEEP_CYCLES
 
     def __call__(self, call: Call, index: int) -> Sample:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.barrier()
-        torch.cuda._sleep(SLEEP_CYCLES)
+        torch.cuda._sleep(self.sleep_cycles)
         self.line_up()
         start.record()
         began = time.perf_counter()

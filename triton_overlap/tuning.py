@@ -27,7 +27,17 @@ from .problems import TOLERANCE, Inputs, Problem, WrongResult, cache_bytes_of, l
 from .reference import relative_error
 from .timing import EventTimer, HostTimer, Timer, Timing, slowest, take_turns
 
-__all__ = ["Effort", "default_candidates", "explain", "load_table", "run_method", "tune", "warm_up"]
+__all__ = [
+    "Effort",
+    "applies",
+    "can_run",
+    "default_candidates",
+    "explain",
+    "load_table",
+    "run_method",
+    "tune",
+    "warm_up",
+]
 
 #: Tiles for 2-byte dtypes beside those of ``tile_config``, for few tokens: smaller ones keep more multiprocessors busy,
 #: and lose at many tokens. On two H200s 128 x 128 was the best all-gather at 512 tokens, 256 x 128 at 1024.
@@ -83,6 +93,25 @@ def default_candidates(operation: str, dtype: torch.dtype) -> list[str]:
     fused = ["fused", *(f"fused(tiles={size})" for size in tiles)]
     rings = [f"ring_exchange(use_ce={ce})" for ce in (True, False)]
     return [*fused, *rings, "pipeline", "pipeline(num_splits=2)", "nccl"]
+
+
+def applies(operation: str, method: str) -> bool:
+    """Whether the method is one for ``operation``.
+
+    Raises:
+        ValueError: no operation has the method.
+    """
+    Method.parse(method)
+    try:
+        parse_for(operation, method)
+    except ValueError:
+        return False
+    return True
+
+
+def can_run(group: Group, method: str) -> bool:
+    """Whether the group's backend has what the method needs."""
+    return choices_of(group).members.can_run(Method.parse(method))
 
 
 def run_method(problem: Problem, inputs: Inputs, buffer: UserBuffer, method: str) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.bench.test_tp import run_bench
+from tests.bench.running import run_bench
 from tests.distributed import run_ranks
 from triton_overlap.bench.__main__ import main
 from triton_overlap.bench.ep import Bench, Prepared, Settings, error_of
@@ -64,7 +64,8 @@ def test_smoke_run_keeps_checked_data(tmp_path: Path, capsys: pytest.CaptureFixt
         assert comparison.variants[0].sub_parts == [[1]] * 4
         assert comparison.variants[3].sub_parts == [[2, 2]]
         assert all(len(each.means_ms) == 2 for each in comparison.variants)
-    assert main(["show", str(path)]) == 0
+    assert main(["show", str(path), "--plot", str(tmp_path / "figure.png")]) == 0
+    assert (tmp_path / "figure.png").exists()
     assert "all_to_all_cached" in capsys.readouterr().out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from triton_overlap.bench.problems import MODELS, layer_problems, layer_sizes, model_problems
+from triton_overlap.bench.problems import MODELS, layer_problems, layer_sizes, model_problems, random_problems
 from triton_overlap.problems import Operation
 
 GATHER, REDUCE = Operation.ALL_GATHER_MATMUL, Operation.MATMUL_REDUCE_SCATTER
@@ -35,3 +35,12 @@ def test_counts_of_models_begin_with_powers_of_two() -> None:
     problems = model_problems(["llama3-8b", "llama3-70b"], [96, 64, 128], 2, torch.bfloat16, backward=False)
     assert list(dict.fromkeys(problem.tokens for problem in problems)) == [64, 128, 96]
     assert len(problems) == len(set(problems)) == 3 * 8
+
+
+def test_random_counts_go_from_model_to_model() -> None:
+    problems = random_problems(["llama3-8b", "llama3-70b"], 5, 64, 2, torch.bfloat16, seed=0)
+    assert len(problems) == 5 * 4
+    assert all(problem.tokens % 2 == 0 and 2 <= problem.tokens <= 64 for problem in problems)
+    assert [problem.k for problem in problems[::4]] == [4096, 8192, 4096, 8192, 4096]  # of qkv
+    assert problems == random_problems(["llama3-8b", "llama3-70b"], 5, 64, 2, torch.bfloat16, seed=0)
+    assert problems != random_problems(["llama3-8b", "llama3-70b"], 5, 64, 2, torch.bfloat16, seed=1)

@@ -2,64 +2,43 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
+from tests.bench.running import run_bench
 from tests.distributed import run_ranks
+from triton_overlap.bench.__main__ import METHODS, main, without_paths
 from triton_overlap.bench.ranks import Link
+from triton_overlap.bench.reports import load
 from triton_overlap.bench.results import Results
 from triton_overlap.bench.rivals import Run
-from triton_overlap.bench.tp import Bench, Settings
+from triton_overlap.bench.session import Session, Settings
+from triton_overlap.bench.tp import Bench
 from triton_overlap.kernels.tables import Table
 from triton_overlap.problems import Inputs, Operation, Problem, WrongResult
 from triton_overlap.tuning import default_candidates
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-SETTINGS = Settings(
-    tokens=[8],
-    k=32,
-    n=16,
-    models=[],
-    table=None,
-    dtype=torch.float32,
-    rounds=1,
-    warmup=0,
-    seed=0,
-    command=["tp"],
-    commit=None,
-)
-
-
-def run_bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "triton_overlap.bench", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+SETTINGS = Settings(dtype=torch.float32, rounds=1, warmup=0, seed=0, command=["tp"], commit=None)
 
 
 def test_smoke_run_keeps_checked_data(tmp_path: Path) -> None:
     found = run_bench("tp", "--smoke", "--out", str(tmp_path), "--plot", str(tmp_path / "figure.svg"))
     assert found.returncode == 0, found.stdout + found.stderr
-    assert "fused / collective" in found.stdout
+    assert "auto / collective" in found.stdout
     assert "auto / best single" in found.stdout
     assert "auto over the best single method: at most" in found.stdout
     (path,) = tmp_path.glob("tp_*.json")
-    kept = Results.load(path)
+    kept = load(path)
+    assert isinstance(kept, Results)
     assert [row.tokens for row in kept.rows] == [48] * 2
     assert kept.method["backend"] == "shm"
     for row in kept.rows:
-        methods = default_candidates(row.operation, torch.bfloat16)
-        assert set(row.measurements) == {*methods, "auto", "bulk", "gemm", "collective"}
-        assert sorted(row.methods()) == sorted(methods)
+        applicable = set(METHODS) - {"auto", "bulk"} - ({"pipeline"} if row.operation == "all_gather_matmul" else set())
+        assert set(row.measurements) == {*applicable, "auto", "bulk", "gemm", "collective"}
+        assert set(row.methods()) == applicable
         assert row.auto_over_best() is not None
         assert "CUDA" in row.unavailable["async_tp"]
         for measurement in row.measurements.values():
@@ -112,7 +91,7 @@ def measure_a_wrong_rival() -> str:
     import triton_overlap as to
 
     group = to.init_group()
-    bench = Bench(group, [SlightlyWrong(group.rank)], SETTINGS, Link("memory", None))
+    bench = Bench(Session(group, SETTINGS, Console()), [SlightlyWrong(group.rank)], Link("memory", None))
     with pytest.raises(WrongResult) as error:
         bench.measure(Problem(Operation.ALL_GATHER_MATMUL, 8, 16, 32, group.world_size, torch.float32))
     group.close()
@@ -125,8 +104,12 @@ def test_a_wrong_result_stops_every_rank_before_it_is_timed() -> None:
 
 
 def test_kept_results_do_not_name_places() -> None:
-    from triton_overlap.bench.__main__ import without_paths
-
-    assert without_paths(["tp", "--out", "/a/b", "--k", "8", "--plot=/c", "--commit", "d", "--table", "e"]) == [
-        "tp", "--k", "8", "--commit", "d",
+    assert without_paths(["tp", "--out", "/a/b", "--seed", "8", "--plot=/c", "--commit", "d", "--table", "e"]) == [
+        "tp", "--seed", "8", "--commit", "d",
     ]  # fmt: skip
+
+
+def test_a_layer_has_a_size_or_is_a_model_s(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["tp", "--size", "8", "8", "--models", "llama3-8b"])
+    assert "--size is one layer, --models are those of models" in capsys.readouterr().err

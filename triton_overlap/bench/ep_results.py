@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from triton_overlap.bench import figures
 from triton_overlap.bench.ep_rivals import RIVAL_OF
 from triton_overlap.bench.results import Kept, Measurement, measurements_of, number
 
@@ -199,3 +200,16 @@ def _print_variants(comparison: Comparison, console: Console) -> None:
             number(variant.mean_ms / control.mean_ms, 3),
         )
     console.print(table)
+
+
+def draw(results: EpResults, path: Path) -> None:
+    """Times of the calls as bars, a panel a row, with the bound."""
+    figure, panels = figures.grid(len(results.rows), results)
+    for axes, row in zip(panels, results.rows, strict=True):
+        figures.bars(axes, [(name, 1e3 * found.timing.median_ms) for name, found in row.measurements.items()], digits=1)
+        if row.bound_ms:
+            axes.axvline(1e3 * row.bound_ms, color="black", linestyle="--", label="bound")
+            axes.legend(fontsize="small", loc="lower right")
+        axes.set_title(f"{row.operation}\n{row.size}", fontsize="medium")
+        axes.set_xlabel("us")
+    figures.save(figure, path)

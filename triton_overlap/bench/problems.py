@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,12 +47,14 @@ class Model:
         queries: columns of all query heads.
         keys: columns of all key heads, and of all value heads.
         ffn: of the feed-forward part, without its gate.
+        head: columns of a head.
     """
 
     hidden: int
     queries: int
     keys: int
     ffn: int
+    head: int = 128
 
     def sizes(self, world_size: int) -> list[tuple[Operation, int, int]]:
         """(operation, N, K) of a rank's GEMMs: those of qkv, fc1, proj and fc2 forward, then of their backward."""
@@ -67,6 +70,8 @@ MODELS = {
     "llama3-70b": Model(hidden=8192, queries=8192, keys=1024, ffn=28672),
     "qwen2.5-32b": Model(hidden=5120, queries=5120, keys=1024, ffn=27648),
 }
+#: For smoke runs.
+TINY = Model(hidden=32, queries=32, keys=16, ffn=48, head=8)
 
 
 def model_problems(
@@ -77,4 +82,16 @@ def model_problems(
     sizes = [size for name in models for size in MODELS[name].sizes(world_size)[: None if backward else 4]]
     ordered = sorted(set(tokens), key=lambda t: (t & (t - 1) != 0, t))
     problems = [Problem(operation, t, n, k, world_size, dtype) for t in ordered for operation, n, k in sizes]
+    return list(dict.fromkeys(problems))
+
+
+def random_problems(
+    models: Sequence[str], count: int, max_tokens: int, world_size: int, dtype: torch.dtype, seed: int
+) -> list[Problem]:
+    """The forward GEMMs of one model after the other, each at another random token count, ``count`` of these in all."""
+    draw = random.Random(seed)
+    problems = []
+    for index in range(count):
+        tokens = world_size * draw.randint(1, max_tokens // world_size)
+        problems += model_problems([models[index % len(models)]], [tokens], world_size, dtype, backward=False)
     return list(dict.fromkeys(problems))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import triton_overlap as to
-from triton_overlap.timing import EventTimer, HostTimer, Timer
+from triton_overlap.timing import SLEEP_CYCLES, EventTimer, HostTimer, Timer
 
 
 @contextmanager
@@ -55,14 +55,14 @@ def gpus_are_shared(group: to.Group) -> bool:
     return group.device.type == "cuda" and group.world_size > torch.cuda.device_count()
 
 
-def timer_of(group: to.Group) -> Timer:
-    """How a call is timed on the group's device."""
+def timer_of(group: to.Group, sleep_cycles: int = SLEEP_CYCLES) -> Timer:
+    """How a call is timed on the group's device; ``sleep_cycles`` as in ``EventTimer``."""
     if group.device.type != "cuda":
         return HostTimer(dist.barrier)
     if dist.get_backend() != "nccl":
-        return EventTimer(dist.barrier, lambda: None)
+        return EventTimer(dist.barrier, lambda: None, sleep_cycles)
     one = torch.zeros(1, device=group.device)
-    return EventTimer(dist.barrier, lambda: dist.all_reduce(one))
+    return EventTimer(dist.barrier, lambda: dist.all_reduce(one), sleep_cycles)
 
 
 def copy_engine_gbps(device: torch.device, peer: torch.device, num_bytes: int = 1 << 28, repeats: int = 10) -> float:

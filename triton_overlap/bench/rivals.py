@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 import triton_overlap as to
 from triton_overlap.problems import Inputs, Operation, Problem
-from triton_overlap.tuning import default_candidates, run_method
+from triton_overlap.tuning import applies, can_run, default_candidates, run_method
 
 # Newer releases of torch rename the two collectives on single tensors; the oldest supported one has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -58,10 +58,10 @@ class OneMethod:
 
     def prepare(self, problem: Problem) -> Run:
         buffer = self._group.user_buffer(self._max_tokens, problem.hidden, dtype=problem.dtype)
-        if self.name not in (*default_candidates(problem.operation, problem.dtype), "auto"):
+        if not applies(problem.operation, self.name):
             raise NotThisOperation
-        if self.name == "nccl" and self._group.backend.collectives is None:
-            raise Unavailable(f"the {self._group.backend.name} backend has no process group's collectives")
+        if not can_run(self._group, self.name):
+            raise Unavailable(f"the {self._group.backend.name} backend cannot run it")
         return lambda inputs: run_method(problem, inputs, buffer, self.name)
 
 
@@ -134,13 +134,20 @@ class AsyncTensorParallel:
         return lambda inputs: torch.ops.symm_mem.fused_matmul_reduce_scatter(inputs.a, inputs.b, "sum", 0, group_name)
 
 
-def method_names(dtype: torch.dtype) -> list[str]:
-    """The library's methods that are measured, simpler ones first, without ``auto``."""
+def every_method(dtype: torch.dtype) -> list[str]:
+    """The library's methods with the options that ``tune`` tries, simpler ones first, then ``auto`` and ``bulk``."""
     candidates = [default_candidates(operation.value, dtype) for operation in Operation]
-    return list(dict.fromkeys(name for names in candidates for name in names))
+    return [*dict.fromkeys(name for names in candidates for name in names), "auto", "bulk"]
 
 
-def all_rivals(group: to.Group, max_tokens: int, dtype: torch.dtype) -> list[Rival]:
-    """Every rival, the library's own first."""
-    own = [OneMethod(group, max_tokens, name) for name in (*method_names(dtype), "auto")]
-    return [*own, Bulk(group, max_tokens), GemmAlone(), CollectiveThenGemm(), AsyncTensorParallel()]
+def all_rivals(group: to.Group, max_tokens: int, methods: Sequence[str]) -> list[Rival]:
+    """The library by each of ``methods``, and every rival.
+
+    Raises:
+        ValueError: a method that is not known.
+    """
+    own: list[Rival] = []
+    for name in methods:
+        to.Method.parse(name)
+        own.append(Bulk(group, max_tokens) if name == "bulk" else OneMethod(group, max_tokens, name))
+    return [*own, GemmAlone(), CollectiveThenGemm(), AsyncTensorParallel()]
