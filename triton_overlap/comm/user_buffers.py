@@ -57,11 +57,19 @@ def _next_device_epoch(epoch: int) -> int:
 
 def check_active_shape(shape: Sequence[int], capacity: tuple[int, int], world_size: int) -> tuple[int, int]:
     """``shape`` as a tuple of two ints, or an ``ActiveShapeError`` that names the rule it breaks."""
-    allowed = f"[tokens, {capacity[1]}] with 0 < tokens <= {capacity[0]} and tokens divisible by {world_size}"
+    not_integers: TypeError | None = None
+    dims: tuple[int, ...] = ()
     try:
         dims = tuple(operator.index(dim) for dim in shape)
     except TypeError as error:
-        raise ActiveShapeError(f"active shape must be two integers, got {shape!r}; allowed: {allowed}") from error
+        not_integers = error
+    if len(dims) == 2 and 0 < dims[0] <= capacity[0] and dims[1] == capacity[1] and not dims[0] % world_size:
+        return dims  # at every call: the words below take longer than the rest
+    allowed = f"[tokens, {capacity[1]}] with 0 < tokens <= {capacity[0]} and tokens divisible by {world_size}"
+    if not_integers is not None:
+        raise ActiveShapeError(
+            f"active shape must be two integers, got {shape!r}; allowed: {allowed}"
+        ) from not_integers
     if len(dims) != 2:
         raise ActiveShapeError(f"active shape must be two-dimensional, got {dims}; allowed: {allowed}")
     tokens, hidden = dims
@@ -77,12 +85,10 @@ def check_active_shape(shape: Sequence[int], capacity: tuple[int, int], world_si
             f"active shape must be within the capacity {capacity}, got {dims}; allowed: {allowed}; "
             "register a larger max_tokens"
         )
-    if tokens % world_size:
-        raise ActiveShapeError(
-            f"tokens must be divisible by the group size {world_size}, got {dims}; allowed: {allowed}; "
-            "triton_overlap.packing.pad_packed adds the missing tokens as a document of their own"
-        )
-    return tokens, hidden
+    raise ActiveShapeError(
+        f"tokens must be divisible by the group size {world_size}, got {dims}; allowed: {allowed}; "
+        "triton_overlap.packing.pad_packed adds the missing tokens as a document of their own"
+    )
 
 
 def check_capacity(what: str, max_tokens: object, hidden: object, dtype: object) -> None:
