@@ -55,8 +55,11 @@ class _Launcher:
             "do_not_specialize", ()
         )
         self.names = tuple(kernel.arg_names)
-        self._constexprs = tuple(name.isupper() and name not in _RUNTIME_SIZES for name in self.names)
-        self._specialised = tuple(name not in unspecialised for name in self.names)
+        constexprs = [name.isupper() and name not in _RUNTIME_SIZES for name in self.names]
+        self._constexprs = [index for index, constexpr in enumerate(constexprs) if constexpr]
+        self._runtime = [
+            (index, name not in unspecialised) for index, name in enumerate(self.names) if not constexprs[index]
+        ]
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def specializations(self) -> int:
@@ -66,11 +69,12 @@ class _Launcher:
 
     def key(self, options: dict[str, Any], values: list[Any]) -> tuple[Any, ...]:
         """What Triton would compile the kernel for, given its arguments in order."""
-        parts: list[Any] = list(options.values())
-        for value, constexpr, specialised in zip(values, self._constexprs, self._specialised, strict=True):
+        parts: list[Any] = [*options.values(), *[values[index] for index in self._constexprs]]
+        for index, specialised in self._runtime:
+            value = values[index]
             kind = type(value)
-            if constexpr or value is None:
-                parts.append(value)
+            if value is None:
+                parts.append(None)
             elif kind is int:
                 parts.append(-_INT32 <= value < _INT32)
                 if specialised:
