@@ -23,8 +23,6 @@ from triton_overlap.kernels.ep_slots import (
 )
 from triton_overlap.kernels.ep_slots import channel_slot as right_channel_slot
 
-MANY = tl.constexpr(1 << 30)
-
 
 @triton.jit
 def headers_first(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES: tl.constexpr):
@@ -43,15 +41,16 @@ def headers_twice(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES: tl.constexpr)
     """The count is compared with one reading of the headers, and the batches are taken by another."""
     counted, first = right_poll_part(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES)
     _, second = right_poll_part(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES)
-    visible = tl.sum(header_valid(first, device_epoch(buffer_ptr)).to(tl.int32))
-    return tl.where(counted >= visible, MANY, -1), second
+    epoch = device_epoch(buffer_ptr)
+    visible = tl.sum(header_valid(first, epoch).to(tl.int32))
+    return tl.where(counted >= visible, tl.sum(header_valid(second, epoch).to(tl.int32)), -1), second
 
 
 @triton.jit
 def count_ignored(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES: tl.constexpr):
     """A valid header is enough."""
-    counted, header = right_poll_part(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES)
-    return tl.maximum(counted, MANY), header
+    _, header = right_poll_part(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES)
+    return tl.sum(header_valid(header, device_epoch(buffer_ptr)).to(tl.int32)), header
 
 
 @triton.jit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.ep.worlds import Case
 from triton_overlap.comm.group import Group
 from triton_overlap.errors import CommTimeoutError, RaceError, SimulationError
 from triton_overlap.kernels import ep_combine, ep_dispatch, ep_entry, ep_receive, ep_send
-from triton_overlap.sim import KillRank, LoseSignal, StallSource, World
+from triton_overlap.sim import StallSource, World
 
 if not isinstance(tl.cdiv, InterpretedFunction):
     pytest.skip("the simulator needs Triton's interpreter", allow_module_level=True)
@@ -210,47 +209,6 @@ def _reuse_slot(handle: Any) -> None:
     slots = handle.view("map")
     taken = (slots >= 0) & (slots % handle.buffer.layout.return_slots == 1)
     slots[taken] -= 1
-
-
-def test_a_lost_signal_ends_in_the_same_error_on_every_rank() -> None:
-    def body(group: Group) -> str:
-        buffer = bodies.make_buffer(group, FAULT_CASE, network="simulated")
-        signals = buffer.layout.offset("signals") + 16 * 2 + 8 * buffer.layout.geometry.num_channels
-        places.append((signals, signals + 8 * buffer.layout.num_data_signals))
-        place = _place_of_failure(lambda: bodies.round_trip(buffer, FAULT_CASE, 0, combines=False))
-        group.backend.barrier(1e6)  # rank 1 waits its whole time, rank 0 has all it wants
-        if group.rank == 0:
-            assert place == "none"
-            place = _place_of_failure(lambda: bodies.round_trip(buffer, FAULT_CASE, 1))
-        return place
-
-    places: list[tuple[int, int]] = []
-    lost = LoseSignal(
-        source=0, target=1, where=lambda offset, num_bytes: bool(places) and places[0][0] <= offset < places[0][1]
-    )
-    assert World(2, 5, faults=[lost]).run(body, return_exceptions=True) == ["parts of channel"] * 2
-
-
-def _place_of_failure(call: Callable[[], None]) -> str:
-    try:
-        call()
-    except CommTimeoutError as error:
-        return "host" if error.record is None else error.record.place
-    return "none"
-
-
-def test_a_dead_rank_ends_in_an_error_on_the_others() -> None:
-    def body(group: Group) -> str:
-        buffer = bodies.make_buffer(group, FAULT_CASE, network="simulated")
-        try:
-            for seed in range(20):
-                bodies.round_trip(buffer, FAULT_CASE, seed)
-        except CommTimeoutError:
-            return "timeout"
-        return "no error"
-
-    results = World(2, 2, faults=[KillRank(1, turn=400)], timeout_s=5.0).run(body, return_exceptions=True)
-    assert isinstance(results[0], CommTimeoutError) or results[0] == "timeout"
 
 
 def test_signals_end_at_their_bases() -> None:

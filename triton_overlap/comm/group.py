@@ -198,9 +198,9 @@ class Group:
 
     def _break(self, words: list[int]) -> None:
         record = decode_record(words, self.rank, self.world_size)
-        self.broken = error_for(record, self.rank, self.timeout_s)
+        self.broken = error_for(record, self.rank)
         # Not the kept one: its traceback would keep the frames of the failed call, and their tensors, alive.
-        raise error_for(record, self.rank, self.timeout_s)
+        raise error_for(record, self.rank)
 
     def check(self) -> None:
         """Wait for the device and raise the failure of any call so far, this rank's or one that a peer reported."""
