@@ -7,6 +7,7 @@ TritonOverlapError
 ├── CommError (RuntimeError)             a collective call failed; the group is broken until ``recover()``
 │   ├── CommTimeoutError (TimeoutError)  a bounded wait expired; names who waited for whom
 │   ├── CommMismatchError                ranks called with another T or another operation
+│   ├── CommSignalError                  a signal counted more than was sent: a network broke its promise
 │   ├── ActiveCountError (ValueError)    a token count on the device breaks a rule
 │   └── GroupBrokenError                 a call on a group that an earlier failure broke
 └── SimulationError (RuntimeError)       found by the simulator
@@ -41,7 +42,7 @@ class FailureRecord:
     """What a kernel wrote when it gave up: who waited for whom, and for what.
 
     Attributes:
-        kind: ``"timeout"``, ``"mismatch"`` or ``"count"``.
+        kind: ``"timeout"``, ``"mismatch"``, ``"count"`` or ``"surplus"``.
         operation: name of the operation, such as ``"all_gather_matmul"``.
         rank: the rank that gave up first.
         peer: the rank it waited for, or whose header did not match.
@@ -51,6 +52,7 @@ class FailureRecord:
         expected: the value waited for, already decoded to words.
         seen: the value last seen, already decoded to words.
         reported_by: the rank whose abort brought this record here; equals ``rank`` at its source.
+        timeout_s: how long the rank may wait at most.
     """
 
     kind: str
@@ -63,6 +65,7 @@ class FailureRecord:
     expected: str
     seen: str
     reported_by: int
+    timeout_s: float
 
     def __str__(self) -> str:
         return (
@@ -89,6 +92,10 @@ class CommTimeoutError(CommError, TimeoutError):
 
 class CommMismatchError(CommError):
     """Ranks disagree on the token count or on the operation of one call."""
+
+
+class CommSignalError(CommError):
+    """A signal counted more than was sent: the network signalled twice, or before all bytes were there."""
 
 
 class ActiveCountError(CommError, ValueError):

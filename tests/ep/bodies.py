@@ -62,6 +62,54 @@ def round_trip(
     exactly(out, expected_combine(case, inputs, outputs.__getitem__, rank))
 
 
+def cached_round_trip(buffer: ExpertBuffer, case: Case, seed: int) -> None:
+    """A dispatch, and then other rows along the same routing, there and back."""
+    rank = buffer.group.rank
+    inputs = make_inputs(case, seed)
+    others = [replace(given, x=-given.x) for given in inputs]
+    handle = buffer.dispatch(inputs[rank].x, inputs[rank].topk_idx)[3]
+    x, idx, weights, again, _ = buffer.dispatch(others[rank].x, handle=handle)
+    assert isinstance(x, torch.Tensor)
+    assert weights is None
+    expected = expected_dispatch(case, others, rank)
+    exactly(x, expected.x)
+    exactly(idx, expected.topk_idx)
+    out, _, _ = buffer.combine(made(rank, expected.x), again)
+    outputs = [made(peer, expected_dispatch(case, others, peer).x) for peer in range(case.world_size)]
+    exactly(out, expected_combine(case, others, outputs.__getitem__, rank))
+
+
+def expanded_round_trip(buffer: ExpertBuffer, case: Case, seed: int) -> None:
+    """A row for each local expert, grouped, and the weighted sum of what the experts made of them."""
+    rank = buffer.group.rank
+    inputs = make_inputs(case, seed)
+    mine, expected = inputs[rank], expected_dispatch(case, inputs, rank)
+    x, _, weights, handle, _ = buffer.dispatch(
+        mine.x, mine.topk_idx, mine.topk_weights, expand=True, expert_alignment=2, zero_fill=True
+    )
+    assert isinstance(x, torch.Tensor)
+    assert weights is not None
+    _, place = expand(expected, case, 2)
+    check_grouped(x, expected.x, None, place, True)
+    out, _, _ = buffer.combine(x, handle, weights)
+    totals = []
+    for peer in range(case.world_size):
+        theirs = expected_dispatch(case, inputs, peer)
+        weighted = torch.zeros(len(theirs.sources), case.hidden)
+        for row, k in (theirs.topk_idx >= 0).nonzero().tolist():
+            weighted[row] += theirs.x[row].float() * theirs.topk_weights[row, k]
+        totals.append(weighted.to(buffer.dtype))
+    exactly(out, expected_combine(case, inputs, totals.__getitem__, rank))
+
+
+def check_bases(buffer: ExpertBuffer) -> None:
+    """After a barrier of the hosts: every signal has counted exactly what its base says."""
+    start = buffer.layout.offset("signals")
+    signals = buffer.memory.local[start : start + 8 * buffer.layout.num_signals].view(torch.int64)
+    assert torch.equal(signals, buffer.bases), f"{signals.tolist()} are not {buffer.bases.tolist()}"
+    assert signals.sum() > 0
+
+
 def round_trips_on(buffer: ExpertBuffer, case: Case, seeds: tuple[int, ...]) -> None:
     """Back-to-back round trips without any host barrier."""
     for seed in seeds:
@@ -334,6 +382,7 @@ def errors(group: Group, case: Case) -> None:
         ("kernel must be", lambda: make_buffer(group, case, kernel="fast")),
         ("dtype must be one of", lambda: make_buffer(group, case, dtype=torch.float64)),
         ("num_topk must be 1 to", lambda: make_buffer(group, replace(case, topk=case.experts + 1))),
+        ("timeout_s must be positive seconds", lambda: make_buffer(group, case, timeout_s=0)),
         ("network is", lambda: make_buffer(group, case, network="pigeon")),
         ("expert ids must be -1 to", lambda: buffer.dispatch(x, idx + case.experts)),
         ("at most num_max_tokens_per_rank", lambda: buffer.dispatch(x.new_zeros(99, case.hidden), idx)),

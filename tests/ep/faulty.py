@@ -5,13 +5,19 @@ Under the interpreter a kernel looks its device functions up by name, so replaci
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from triton_overlap.comm.device import RANK, device_epoch
+from triton_overlap.kernels import ep_combine, ep_dispatch, ep_entry, ep_receive, ep_send
 from triton_overlap.kernels.ep_receive import poll_part as right_poll_part
 from triton_overlap.kernels.ep_receive import receive_channel as right_receive_channel
 from triton_overlap.kernels.ep_reduce import wait_batches as right_wait_batches
+from triton_overlap.kernels.ep_send import map_token as right_map_token
 from triton_overlap.kernels.ep_slots import (
     BATCH_SIGNALS,
     HELLO_SIGNALS,
@@ -22,8 +28,6 @@ from triton_overlap.kernels.ep_slots import (
     words_at,
 )
 from triton_overlap.kernels.ep_slots import channel_slot as right_channel_slot
-
-MANY = tl.constexpr(1 << 30)
 
 
 @triton.jit
@@ -43,15 +47,16 @@ def headers_twice(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES: tl.constexpr)
     """The count is compared with one reading of the headers, and the batches are taken by another."""
     counted, first = right_poll_part(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES)
     _, second = right_poll_part(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES)
-    visible = tl.sum(header_valid(first, device_epoch(buffer_ptr)).to(tl.int32))
-    return tl.where(counted >= visible, MANY, -1), second
+    epoch = device_epoch(buffer_ptr)
+    visible = tl.sum(header_valid(first, epoch).to(tl.int32))
+    return tl.where(counted >= visible, tl.sum(header_valid(second, epoch).to(tl.int32)), -1), second
 
 
 @triton.jit
 def count_ignored(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES: tl.constexpr):
     """A valid header is enough."""
-    counted, header = right_poll_part(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES)
-    return tl.maximum(counted, MANY), header
+    _, header = right_poll_part(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES)
+    return tl.sum(header_valid(header, device_epoch(buffer_ptr)).to(tl.int32)), header
 
 
 @triton.jit
@@ -105,3 +110,39 @@ def gate_short_by_one(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, channel
     ok = right_wait_batches(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, channel)
     tl.store(base, tl.load(base) + 1)
     return ok
+
+
+@triton.jit
+def slot_reused(
+    ep_ptr, routing_ptr, topk_idx_ptr, token, channel, scale_out, returned, partials, LANES: tl.constexpr
+):  # fmt: skip
+    """The map gives a token the slot of the one before it."""
+    before = tl.maximum(returned - 1, 0)
+    return right_map_token(ep_ptr, routing_ptr, topk_idx_ptr, token, channel, scale_out, before, partials, LANES)
+
+
+#: Each mistake, as what takes the place of which name in which module.
+FAULTS: dict[str, dict[tuple[Any, str], Any]] = {
+    "headers before the signal": {(ep_receive, "poll_part"): headers_first},
+    "headers read twice": {(ep_receive, "poll_part"): headers_twice},
+    "count ignored": {(ep_receive, "poll_part"): count_ignored},
+    "base sampled at entry": {(ep_dispatch, "receive_channel"): base_at_entry},
+    "no entry barrier": {(ep_entry, "wait_entered"): no_wait, (ep_entry, "_hear"): no_hearing},
+    "stale iteration accepted": {(ep_receive, "header_valid"): any_epoch},
+    "staging rewritten": {(ep_send, "channel_slot"): staging_rewritten},
+    "gate short by one": {(ep_combine, "wait_batches"): gate_short_by_one},
+    "map slot reused": {(ep_send, "map_token"): slot_reused},
+}
+
+
+@contextmanager
+def planted(fault: str) -> Iterator[None]:
+    """Kernels make the mistake while it lasts."""
+    right = {(module, name): getattr(module, name) for module, name in FAULTS[fault]}
+    try:
+        for (module, name), replacement in FAULTS[fault].items():
+            setattr(module, name, replacement)
+        yield
+    finally:
+        for (module, name), function in right.items():
+            setattr(module, name, function)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,15 +15,15 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from tests.ep import bodies
 from tests.ep.worlds import Case
-from triton_overlap.comm.group import Group
-from triton_overlap.errors import CommTimeoutError, RaceError, SimulationError
-from triton_overlap.kernels import ep_combine, ep_dispatch, ep_entry, ep_receive, ep_send
-from triton_overlap.sim import KillRank, LoseSignal, StallSource, World
+from triton_overlap.errors import CommError, CommSignalError, RaceError, SimulationError
+from triton_overlap.sim import LateBody, World
 
 if not isinstance(tl.cdiv, InterpretedFunction):
     pytest.skip("the simulator needs Triton's interpreter", allow_module_level=True)
 
-from tests.ep import faulty
+from tests.ep import campaign, faulty
+
+SUMMARY = Path(__file__).parents[1] / "data" / "ep_campaign.json"
 
 #: Parts of two tokens in one sub-part or two, so that channels have several puts.
 SMALL_PARTS = {"min_tokens_per_part": 1, "channels_per_sm": 1}
@@ -79,8 +79,9 @@ def test_ordered_kernels(network: str) -> None:
 
 def test_ordered_kernels_go_wrong_on_a_weaker_network_than_they_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("triton_overlap.expert_buffer.buffer.check_requirements", lambda *arguments: None)
-    with pytest.raises(RaceError):
-        run(replace(MANY_PUTS, settings={**MANY_PUTS.settings, "kernel": "ordered"}), 0, "simulated")
+    case = replace(MANY_PUTS, settings={**MANY_PUTS.settings, "kernel": "ordered"})
+    with pytest.raises((RaceError, CommSignalError)):
+        run(case, 0, "simulated", faults=LATE)
 
 
 def test_the_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,128 +140,56 @@ def test_any_routing_and_schedule(case: Case, seed: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(36000)
-@pytest.mark.parametrize("scale_out, scale_up", [(1, 2), (2, 1), (2, 2), (4, 1), (2, 4), (4, 2)])
-def test_campaign(scale_out: int, scale_up: int) -> None:
-    """2000 schedules over the topologies."""
-    for seed in range(334):
-        settings = ({}, SMALL_PARTS, {"num_sub_parts": 3, "channels_per_sm": 1})[seed % 3]
-        case = Case(scale_out, scale_up, one_expert=seed % 7 == 0, settings=settings)
-        run(case, seed, "simulated", calls=3, faults=[StallSource(0)] if seed % 5 == 0 else None)
+@pytest.mark.parametrize("topology", campaign.SCHEDULES, ids=lambda topology: "{}x{}".format(*topology))
+def test_campaign(topology: tuple[int, int]) -> None:
+    """All schedules; ``python -m tests.ep.campaign`` runs them too, and keeps a summary."""
+    for seed in range(campaign.SCHEDULES[topology]):
+        campaign.run_schedule(topology, seed)
 
 
-def test_a_stalled_source() -> None:
-    run(Case(2, 1, settings=SMALL_PARTS), 0, "simulated", faults=[StallSource(1)])
+@pytest.mark.parametrize("kind", campaign.KINDS)
+def test_a_sample_of_the_campaign(kind: str) -> None:
+    seed = campaign.KINDS.index(kind)
+    assert campaign.run_schedule((2, 1), seed) == kind
 
 
-FAULTS: dict[str, dict[tuple[Any, str], Any]] = {
-    "headers before the signal": {(ep_receive, "poll_part"): faulty.headers_first},
-    "headers read twice": {(ep_receive, "poll_part"): faulty.headers_twice},
-    "count ignored": {(ep_receive, "poll_part"): faulty.count_ignored},
-    "base sampled at entry": {(ep_dispatch, "receive_channel"): faulty.base_at_entry},
-    "no entry barrier": {
-        (ep_entry, "wait_entered"): faulty.no_wait,
-        (ep_entry, "_hear"): faulty.no_hearing,
-    },
-    "stale iteration accepted": {(ep_receive, "header_valid"): faulty.any_epoch},
-    "staging rewritten": {(ep_send, "channel_slot"): faulty.staging_rewritten},
-    "gate short by one": {(ep_combine, "wait_batches"): faulty.gate_short_by_one},
-}
-#: Without the checker these need a rarer order of events than a test can wait for.
-NEEDS_CHECKER = ("headers before the signal", "headers read twice")
-#: Where a seed that shows the fault is known, to save time.
-FIRST_SEED = {"headers before the signal": 39}
+@pytest.mark.parametrize("topology", campaign.SCHEDULES, ids=lambda topology: "{}x{}".format(*topology))
+def test_a_schedule_of_each_topology(topology: tuple[int, int]) -> None:
+    campaign.run_schedule(topology, 0)
+
+
+def test_the_kept_summary_counts_every_schedule() -> None:
+    kept = json.loads(SUMMARY.read_text())
+    assert kept["by_topology"] == {"{}x{}".format(*topology): count for topology, count in campaign.SCHEDULES.items()}
+    assert kept["schedules"] == sum(campaign.SCHEDULES.values()) >= 2000
+    assert set(kept["by_kind"]) == set(campaign.KINDS)
+    assert kept["failures"] == 0
+    assert set(kept["planted"]) == set(faulty.FAULTS)
+
+
 #: Few tokens, all to rank 0, and many puts that share a signal.
 FAULT_CASE = Case(
     2, 1, max_tokens=4, topk=1, tokens=(4, 2), one_expert=True, settings={"num_sub_parts": 4, "channels_per_sm": 1}
 )
 #: Twice as many puts of one signal, for faults that need two of them to meet.
 MANY_PUTS = replace(FAULT_CASE, max_tokens=8, tokens=(8,), settings={"num_sub_parts": 8, "channels_per_sm": 1})
+#: What a network may do, and whoever trusts a header alone meets: one put of each rank announces itself long before its
+#: bytes are there.
+LATE = (LateBody(source=0, skip=1), LateBody(source=1, skip=2))
 
 
-@pytest.mark.parametrize(
-    "fault, check_races",
-    [(fault, True) for fault in FAULTS] + [(fault, False) for fault in FAULTS if fault not in NEEDS_CHECKER],
-)
-def test_a_planted_fault_is_found(fault: str, check_races: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for (module, name), replacement in FAULTS[fault].items():
-        monkeypatch.setattr(module, name, replacement)
-    case = MANY_PUTS if fault in NEEDS_CHECKER else FAULT_CASE
-    first = FIRST_SEED.get(fault, 0)
-    for seed in range(first, first + 60):
-        try:
-            run(case, seed, "simulated", calls=2, check_races=check_races, max_steps=50_000)
-        except (AssertionError, SimulationError, CommTimeoutError):
-            return
-    pytest.fail(f"60 schedules did not show: {fault}")
+@pytest.mark.parametrize("check_races", [True, False])
+@pytest.mark.parametrize("fault", faulty.FAULTS)
+def test_a_planted_fault_is_found(fault: str, check_races: bool) -> None:
+    case = MANY_PUTS if "headers" in fault else FAULT_CASE
+    with faulty.planted(fault):
+        for seed in range(12):
+            try:
+                run(case, seed, "simulated", calls=2, check_races=check_races, max_steps=50_000, faults=LATE)
+            except (AssertionError, SimulationError, CommError):
+                return
+    pytest.fail(f"12 schedules did not show: {fault}")
 
 
-def test_a_map_slot_used_twice_is_found() -> None:
-    def body(group: Group) -> bool:
-        buffer = bodies.make_buffer(group, FAULT_CASE, network="simulated")
-        try:
-            bodies.round_trip(buffer, FAULT_CASE, 0, spoil=_reuse_slot)
-        except AssertionError:
-            return True
-        return False
-
-    assert World(2, 0).run(body) == [False, True]  # only rank 1 sends two tokens to another rank
-
-
-def _reuse_slot(handle: Any) -> None:
-    slots = handle.view("map")
-    taken = (slots >= 0) & (slots % handle.buffer.layout.return_slots == 1)
-    slots[taken] -= 1
-
-
-def test_a_lost_signal_ends_in_the_same_error_on_every_rank() -> None:
-    def body(group: Group) -> str:
-        buffer = bodies.make_buffer(group, FAULT_CASE, network="simulated")
-        signals = buffer.layout.offset("signals") + 16 * 2 + 8 * buffer.layout.geometry.num_channels
-        places.append((signals, signals + 8 * buffer.layout.num_data_signals))
-        place = _place_of_failure(lambda: bodies.round_trip(buffer, FAULT_CASE, 0, combines=False))
-        group.backend.barrier(1e6)  # rank 1 waits its whole time, rank 0 has all it wants
-        if group.rank == 0:
-            assert place == "none"
-            place = _place_of_failure(lambda: bodies.round_trip(buffer, FAULT_CASE, 1))
-        return place
-
-    places: list[tuple[int, int]] = []
-    lost = LoseSignal(
-        source=0, target=1, where=lambda offset, num_bytes: bool(places) and places[0][0] <= offset < places[0][1]
-    )
-    assert World(2, 5, faults=[lost]).run(body, return_exceptions=True) == ["parts of channel"] * 2
-
-
-def _place_of_failure(call: Callable[[], None]) -> str:
-    try:
-        call()
-    except CommTimeoutError as error:
-        return "host" if error.record is None else error.record.place
-    return "none"
-
-
-def test_a_dead_rank_ends_in_an_error_on_the_others() -> None:
-    def body(group: Group) -> str:
-        buffer = bodies.make_buffer(group, FAULT_CASE, network="simulated")
-        try:
-            for seed in range(20):
-                bodies.round_trip(buffer, FAULT_CASE, seed)
-        except CommTimeoutError:
-            return "timeout"
-        return "no error"
-
-    results = World(2, 2, faults=[KillRank(1, turn=400)], timeout_s=5.0).run(body, return_exceptions=True)
-    assert isinstance(results[0], CommTimeoutError) or results[0] == "timeout"
-
-
-def test_signals_end_at_their_bases() -> None:
-    def body(group: Group) -> None:
-        buffer = bodies.make_buffer(group, Case(2, 1), network="simulated")
-        bodies.round_trips_on(buffer, Case(2, 1), (0, 1))
-        group.barrier()
-        start = buffer.layout.offset("signals")
-        signals = buffer.memory.local[start : start + 8 * buffer.layout.num_signals].view(torch.int64)
-        assert torch.equal(signals, buffer.bases)
-        assert signals.sum() > 0
-
-    World(2, 4).run(body)
+def test_without_a_planted_fault_nothing_is_found() -> None:
+    run(MANY_PUTS, 0, "simulated", faults=LATE)

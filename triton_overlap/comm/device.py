@@ -41,6 +41,7 @@ PEERS = tl.constexpr(int(TableWord.PEERS))
 TASK = tl.constexpr(int(StateWord.TASK))
 DONE = tl.constexpr(int(StateWord.DONE))
 EPOCH = tl.constexpr(int(StateWord.EPOCH))
+FAILED = tl.constexpr(int(StateWord.FAILED))
 HEADER_WORDS = tl.constexpr(_HEADER_WORDS)
 RECORD_WORDS = tl.constexpr(_RECORD_WORDS)
 
@@ -55,12 +56,14 @@ POLLS_BETWEEN_LOOKS = tl.constexpr(1 if knobs.runtime.interpret else 64)
 TIMEOUT = tl.constexpr(int(Failure.TIMEOUT))
 MISMATCH = tl.constexpr(int(Failure.MISMATCH))
 BAD_COUNT = tl.constexpr(int(Failure.COUNT))
+SURPLUS = tl.constexpr(int(Failure.SURPLUS))
 AT_HEADER = tl.constexpr(int(Place.HEADER))
 AT_DATA = tl.constexpr(int(Place.DATA_FLAG))
 AT_STAGING = tl.constexpr(int(Place.STAGED_TILE))
 AT_SIGNAL = tl.constexpr(int(Place.SIGNAL))
 AT_PARTS = tl.constexpr(int(Place.PARTS_OF_CHANNEL))
 AT_COUNT = tl.constexpr(int(Place.ACTIVE_COUNT))
+AT_COUNTS = tl.constexpr(int(Place.COUNTS))
 
 
 @triton.jit
@@ -161,7 +164,7 @@ def drain_descriptor_stores():
 
 
 @triton.jit
-def _record(kind, operation, place, rank, peer, epoch, index, expected, seen):
+def _record(kind, operation, place, rank, peer, epoch, index, expected, seen, timeout_ns):
     """The eight words of a failure record; word 0 is never 0. Decoded by ``comm.signals.decode_record``."""
     lane = tl.arange(0, RECORD_WORDS)
     value = tl.where(lane == 0, kind | (operation.to(tl.int64) << 8) | (place << 40), 0)
@@ -171,6 +174,7 @@ def _record(kind, operation, place, rank, peer, epoch, index, expected, seen):
     value = tl.where(lane == 4, index, value)
     value = tl.where(lane == 5, expected, value)
     value = tl.where(lane == 6, seen, value)
+    value = tl.where(lane == 7, timeout_ns, value)
     return value
 
 
@@ -190,7 +194,8 @@ def fail(buffer_ptr, kind, operation, place, peer, epoch, index, expected, seen)
     world_size = tl.load(buffer_ptr + WORLD_SIZE)
     notice = control_ptr(buffer_ptr, rank) + world_size * RECORD_WORDS
     if tl.atomic_cas(notice, tl.full((), 0, tl.int64), rank + 1, sem="acq_rel", scope="sys") == 0:
-        value = _record(kind, operation, place, rank, peer, epoch, index, expected, seen)
+        timeout_ns = tl.load(buffer_ptr + TIMEOUT_NS)
+        value = _record(kind, operation, place, rank, peer, epoch, index, expected, seen, timeout_ns)
         _publish_record(tl.load(buffer_ptr + RECORD).to(tl.pointer_type(tl.int64)), value)
         for step in range(1, world_size):
             other = control_ptr(buffer_ptr, (rank + step) % world_size)

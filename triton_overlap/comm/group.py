@@ -29,6 +29,12 @@ def symmetric_allocations() -> int:
     return _allocations_made
 
 
+def check_timeout(timeout_s: float) -> None:
+    """``ValueError`` unless ``timeout_s`` is a positive number of seconds that a device can count."""
+    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+        raise ValueError(f"timeout_s must be positive seconds, at most {LONGEST_TIMEOUT_S:g}, got {timeout_s!r}")
+
+
 class Group:
     """Ranks that communicate; made by :func:`init_group`, or by ``sim.World`` for its ranks.
 
@@ -46,12 +52,12 @@ class Group:
     """
 
     def __init__(self, backend: Backend, *, timeout_s: float = 300.0, check: str | None = None) -> None:
-        if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= LONGEST_TIMEOUT_S:
-            raise ValueError(f"timeout_s must be positive seconds, at most {LONGEST_TIMEOUT_S:g}, got {timeout_s!r}")
+        check_timeout(timeout_s)
         if check not in (None, "sync", "async"):
             raise ValueError(f'check must be "sync", "async" or None, got {check!r}')
         self.backend = backend
         self.timeout_s = float(timeout_s)
+        self._longest_wait_s = self.timeout_s  # of any buffer
         self.check_mode = check or ("sync" if backend.interpreted else "async")
         self.name = f"group{next(_names)}"
         self.broken: CommError | None = None
@@ -128,7 +134,8 @@ class Group:
 
     def adopt(self, buffer: Any) -> None:
         """Close and recover ``buffer`` with the group's own. It has ``handle``, ``capacity_shape``, ``dtype``,
-        ``epoch``, ``closed``, ``renew(epoch)`` and ``close()`` as a user buffer has them."""
+        ``epoch``, ``closed``, ``renew(epoch)`` and ``close()`` as a user buffer has them, and a ``timeout_s``."""
+        self._longest_wait_s = max(self._longest_wait_s, buffer.timeout_s)
         self._buffers[(buffer.handle,)] = buffer
 
     def agree(self, what: str, value: Any) -> None:
@@ -198,9 +205,9 @@ class Group:
 
     def _break(self, words: list[int]) -> None:
         record = decode_record(words, self.rank, self.world_size)
-        self.broken = error_for(record, self.rank, self.timeout_s)
+        self.broken = error_for(record, self.rank)
         # Not the kept one: its traceback would keep the frames of the failed call, and their tensors, alive.
-        raise error_for(record, self.rank, self.timeout_s)
+        raise error_for(record, self.rank)
 
     def check(self) -> None:
         """Wait for the device and raise the failure of any call so far, this rank's or one that a peer reported."""
@@ -231,8 +238,8 @@ class Group:
         live = [buffer for buffer in self._buffers.values() if not buffer.closed]
         mine = [(buffer.capacity_shape, str(buffer.dtype), buffer.epoch) for buffer in live]
         # Also the barrier after which no kernel of any rank touches the old memory. A peer may still be in a wait of
-        # the failed call, which lasts up to timeout_s, hence twice that.
-        everyone = self.backend.all_gather_object(mine, 2 * self.timeout_s)
+        # the failed call, which lasts up to its timeout, hence twice that.
+        everyone = self.backend.all_gather_object(mine, 2 * self._longest_wait_s)
         if any([entry[:2] for entry in other] != [entry[:2] for entry in mine] for other in everyone):
             raise ValueError(
                 "recover() needs the same buffers on every rank, got "

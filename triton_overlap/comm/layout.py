@@ -63,6 +63,7 @@ class StateWord(IntEnum):
     TASK = 0  # next task to hand out; back to 0 when the call ends
     DONE = 1  # programs that have finished; back to 0 when the call ends
     EPOCH = 2  # of the next call, for buffers whose epochs live on the device
+    FAILED = 3  # 1 where the last call failed, for expert buffers
 
 
 class Failure(IntEnum):
@@ -71,6 +72,7 @@ class Failure(IntEnum):
     TIMEOUT = 1
     MISMATCH = 2
     COUNT = 3
+    SURPLUS = 4
 
 
 class Place(IntEnum):
@@ -82,6 +84,7 @@ class Place(IntEnum):
     SIGNAL = 4
     PARTS_OF_CHANNEL = 5
     ACTIVE_COUNT = 6
+    COUNTS = 7
 
 
 def _aligned(num_bytes: int) -> int:

@@ -6,7 +6,14 @@ from enum import IntEnum
 
 import torch
 
-from ..errors import ActiveCountError, CommError, CommMismatchError, CommTimeoutError, FailureRecord
+from ..errors import (
+    ActiveCountError,
+    CommError,
+    CommMismatchError,
+    CommSignalError,
+    CommTimeoutError,
+    FailureRecord,
+)
 from .layout import RECORD_WORDS, Failure, Place
 
 
@@ -73,7 +80,7 @@ def describe_operation(code: int) -> str:
 
 def decode_record(words: list[int], reported_by: int, world_size: int) -> FailureRecord:
     """The failure that a kernel wrote as RECORD_WORDS int64 words (``comm.device._record``)."""
-    head, rank_plus_1, peer, epoch, index, expected, seen, _ = words
+    head, rank_plus_1, peer, epoch, index, expected, seen, timeout_ns = words
     kind = Failure(head & 0xFF).name.lower()
     operation = describe_operation(head >> 8 & _LOW_32)
     place = Place(head >> 40 & 0xFF).name.lower().replace("_", " ")
@@ -92,9 +99,12 @@ def decode_record(words: list[int], reported_by: int, world_size: int) -> Failur
     elif place == "active count":
         expected_text = f"0 < T <= {expected}, divisible by {world_size}"
         seen_text = f"T = {seen}"
-    elif place in ("signal", "parts of channel"):
-        what = "puts and pushes" if place == "signal" else "complete sub-parts"
-        expected_text, seen_text = f"{expected} {what}", f"{seen}"
+    elif place == "signal":
+        expected_text, seen_text = f"{expected} puts and pushes", f"{seen}"
+    elif place == "parts of channel":
+        expected_text, seen_text = "further sub-parts", f"the headers of {expected} and the signals of {seen}"
+    elif place == "counts":
+        expected_text, seen_text = f"those of epoch {expected}", f"some of epoch {seen}"
     return FailureRecord(
         kind=kind,
         operation=operation,
@@ -106,6 +116,7 @@ def decode_record(words: list[int], reported_by: int, world_size: int) -> Failur
         expected=expected_text,
         seen=seen_text,
         reported_by=reported_by,
+        timeout_s=timeout_ns / 1e9,
     )
 
 
@@ -114,7 +125,7 @@ def _describe_size(name: str, value: int, world_size: int) -> str:
     return f"T = {value * world_size} ({value} rows a rank)" if name == "T" else f"{name} = {value}"
 
 
-def error_for(record: FailureRecord, rank: int, timeout_s: float) -> CommError:
+def error_for(record: FailureRecord, rank: int) -> CommError:
     """What rank ``rank`` raises for ``record``."""
     told = "" if record.rank == rank else f" (reported by rank {record.rank})"
     remedy = "the group is broken: call group.recover() on every rank"
@@ -135,8 +146,15 @@ def error_for(record: FailureRecord, rank: int, timeout_s: float) -> CommError:
             f"allowed: {record.expected}{told}; write an allowed count to active_tokens; {remedy}",
             record,
         )
+    if record.kind == "surplus":
+        return CommSignalError(
+            f"{record.operation}: the network broke its promise to rank {record.rank}: {record.place} {record.index}, "
+            f"epoch {record.epoch}, expected {record.expected}, saw {record.seen}{told}: a put signalled twice, or "
+            f"before its bytes were there; results of this call, and of the one before, may be wrong; {remedy}",
+            record,
+        )
     return CommTimeoutError(
-        f"{record.operation}: rank {record.rank} waited more than {timeout_s:g} s for rank {record.peer}: "
+        f"{record.operation}: rank {record.rank} waited more than {record.timeout_s:g} s for rank {record.peer}: "
         f"{record.place} {record.index}, epoch {record.epoch}, expected {record.expected}, saw {record.seen}"
         f"{told}; {remedy}",
         record,

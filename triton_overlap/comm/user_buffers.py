@@ -228,6 +228,11 @@ class UserBuffer:
             self._allocate()
 
     @property
+    def timeout_s(self) -> float:
+        """Bound of a wait of its calls: the group's."""
+        return self.group.timeout_s
+
+    @property
     def active_shape(self) -> tuple[int, int]:
         """What ``set_active_shape`` set, else the capacity."""
         return self._explicit_shape or self.capacity_shape

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..comm.backend import SymmetricMemory
-from ..comm.group import Group
+from ..comm.group import Group, check_timeout
 from ..comm.network import check_requirements, create_network
 from ..comm.signals import Operation, operation_code
 from ..errors import ClosedError
@@ -64,6 +64,7 @@ class ExpertBuffer:
         num_sms, channels_per_sm: channels are their product; 0 for a default: 24 and 4 where puts carry them, 66 and 3
             where all ranks are scale-up peers.
         deterministic: accepted: results never depend on the order of arrival.
+        timeout_s: seconds after which a wait of a call gives up; None takes the group's.
         min_tokens_per_part, num_sub_parts, min_sub_tokens, arch_min_sub_tokens: see ``ep_geometry.plan``; None takes
             the environment's.
 
@@ -91,6 +92,7 @@ class ExpertBuffer:
         num_sms: int = 0,
         channels_per_sm: int = 0,
         deterministic: bool = False,
+        timeout_s: float | None = None,
         min_tokens_per_part: int | None = None,
         num_sub_parts: int | None = None,
         min_sub_tokens: int | None = None,
@@ -119,7 +121,9 @@ class ExpertBuffer:
             min_sub_tokens=min_sub_tokens,
             arch_min_sub_tokens=arch_min_sub_tokens,
         )
-        group.agree("settings of an expert buffer", (repr(self.settings), network))
+        self.timeout_s = group.timeout_s if timeout_s is None else timeout_s
+        check_timeout(self.timeout_s)
+        group.agree("settings of an expert buffer", (repr(self.settings), network, self.timeout_s))
         if self.settings.num_scale_up < group.world_size and not allow_hybrid_mode:
             raise ValueError(
                 f"{group.world_size} ranks with num_scale_up {num_scale_up} need allow_hybrid_mode, which is False"
@@ -144,8 +148,8 @@ class ExpertBuffer:
         Every rank could send all its tokens to one, so they grow with the world size.
 
         Args:
-            settings: arguments of the constructor, but for the group, ``network``, ``allow_hybrid_mode`` and
-                ``deterministic``; the same are required.
+            settings: arguments of the constructor, but for the group, ``network``, ``allow_hybrid_mode``,
+                ``deterministic`` and ``timeout_s``; the same are required.
 
         Raises:
             ValueError: a rule is broken; the message names it.
@@ -153,7 +157,7 @@ class ExpertBuffer:
         return Settings.choose(world_size=world_size, **settings).layout().num_bytes
 
     def _allocate(self, epoch: int) -> EpMemory:
-        return EpMemory(self.group, self.layout, self.network, self.settings.knobs, epoch)
+        return EpMemory(self.group, self.layout, self.network, self.settings.knobs, epoch, self.timeout_s)
 
     @property
     def epoch(self) -> int:

@@ -23,6 +23,7 @@ class EpMemory:
         network: how scale-out peers are reached.
         knobs: of the cut into parts.
         epoch: of the last call before the first.
+        timeout_s: bound of the waits of a call.
 
     Attributes:
         symmetric: the allocation.
@@ -31,8 +32,10 @@ class EpMemory:
         num_programs: of a persistent grid beside what the network runs.
     """
 
-    def __init__(self, group: Group, layout: EpLayout, network: Network, knobs: Knobs, epoch: int) -> None:
-        self._group, self._layout = group, layout
+    def __init__(
+        self, group: Group, layout: EpLayout, network: Network, knobs: Knobs, epoch: int, timeout_s: float
+    ) -> None:
+        self._group, self._layout, self._timeout_s = group, layout, timeout_s
         self.symmetric = group.symmetric_empty(layout.num_bytes)
         cut = cut_words(layout.geometry, knobs)
         signals = [layout.data_signal(channel) for channel in range(layout.geometry.num_channels)]
@@ -65,7 +68,7 @@ class EpMemory:
         words[TableWord.STATE] = state
         words[TableWord.RECORD] = group.record_words.data_ptr()
         words[TableWord.CLOCK] = group.backend.clock_address
-        words[TableWord.TIMEOUT_NS] = int(group.timeout_s * 1e9)
+        words[TableWord.TIMEOUT_NS] = int(self._timeout_s * 1e9)
         words[TableWord.NETWORK] = network_state
         head = torch.tensor(words, dtype=torch.int64, device=group.device)
         return torch.cat([head, self.symmetric.table, group.control_table])

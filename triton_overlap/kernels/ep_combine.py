@@ -24,8 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..comm.device import INTERPRETED, RANK, advance_epoch, claim_task, close_call, device_epoch, poison
-from .ep_entry import open_expert_call
+from ..comm.device import INTERPRETED, RANK, claim_task, close_call, device_epoch, poison
+from .ep_entry import open_expert_call, settle_call
 from .ep_pack import pack_channel, push_rows, pushed_rows, wait_pushed
 from .ep_reduce import reduce_channel, wait_batches
 from .ep_slots import CHANNELS, PREFIX, PUSH_SIGNALS, SCALE_OUT, SCALE_UP, base_ptr, number
@@ -88,9 +88,7 @@ def ep_combine_kernel(
     last_program = close_call(buffer_ptr, ok, scale_out * scale_up, epoch, 0, 0, 0, operation)
     if last_program == 1:
         advance_pushed(buffer_ptr, ep_ptr, routing_ptr, LANES)
-    if last_program != 0:
-        advance_epoch(buffer_ptr, epoch)
-    if last_program == 2:
+    if settle_call(buffer_ptr, ep_ptr, epoch, operation, last_program) == 2:
         poison(out_ptr, tokens.to(tl.int64) * hidden, BLOCK)
 
 

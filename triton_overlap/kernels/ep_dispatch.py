@@ -18,8 +18,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ..comm.device import AT_SIGNAL, RANK, advance_epoch, claim_task, close_call, device_epoch, wait_signal
-from .ep_entry import open_expert_call
+from ..comm.device import (
+    AT_COUNTS,
+    AT_SIGNAL,
+    RANK,
+    SURPLUS,
+    claim_task,
+    close_call,
+    device_epoch,
+    fail,
+    wait_signal,
+)
+from .ep_entry import open_expert_call, settle_call
 from .ep_partials import Partials
 from .ep_receive import receive_channel, receive_in_order
 from .ep_send import announce_channel, send_channel, send_directly
@@ -40,8 +50,9 @@ from .launching import launch_kernel
 
 
 @triton.jit
-def add_counts(buffer_ptr, ep_ptr, routing_ptr, epoch, RANK_LANES: tl.constexpr):
-    """Rows from each rank before those of the next, and rows for each local expert, from the exchanged counts."""
+def add_counts(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, RANK_LANES: tl.constexpr):
+    """Rows from each rank before those of the next, and rows for each local expert, from the exchanged counts. Returns
+    1, or 0 after a failure: a count that was announced and is not there."""
     rank = tl.load(buffer_ptr + RANK).to(tl.int32)
     world_size = number(ep_ptr, SCALE_OUT) * number(ep_ptr, SCALE_UP)
     experts = number(ep_ptr, EXPERTS)
@@ -49,13 +60,21 @@ def add_counts(buffer_ptr, ep_ptr, routing_ptr, epoch, RANK_LANES: tl.constexpr)
     counts_ptr = words_at(buffer_ptr, rank, first)
     source = tl.arange(0, RANK_LANES)
     mask = source < world_size
-    count = tl.load(counts_ptr + source * (experts + 1), mask=mask, other=0).to(tl.int32)
+    word = tl.load(counts_ptr + source * (experts + 1), mask=mask, other=0)
+    late = tl.where(mask & (word >> 32 != epoch), source, RANK_LANES)
+    count = word.to(tl.int32)
     prefix_ptr = routing_ptr + tl.load(ep_ptr + PREFIX)
     tl.store(prefix_ptr, 0)
     tl.store(prefix_ptr + 1 + source, tl.cumsum(count, 0), mask=mask)
     for expert in range(experts):
-        count = tl.load(counts_ptr + source * (experts + 1) + 1 + expert, mask=mask, other=0).to(tl.int32)
-        tl.store(routing_ptr + tl.load(ep_ptr + EXPERT_COUNTS) + expert, tl.sum(count))
+        word = tl.load(counts_ptr + source * (experts + 1) + 1 + expert, mask=mask, other=0)
+        late = tl.minimum(late, tl.where(mask & (word >> 32 != epoch), source, RANK_LANES))
+        tl.store(routing_ptr + tl.load(ep_ptr + EXPERT_COUNTS) + expert, tl.sum(word.to(tl.int32)))
+    ok = tl.full((), 1, tl.int32)
+    if tl.min(late) < RANK_LANES:
+        fail(buffer_ptr, SURPLUS, operation, AT_COUNTS, tl.min(late), epoch, tl.min(late), epoch, epoch - 2)
+        ok = tl.full((), 0, tl.int32)
+    return ok
 
 
 @triton.jit
@@ -116,12 +135,13 @@ def ep_dispatch_kernel(
                 announce_channel(buffer_ptr, ep_ptr)
         else:
             if (task == arrives) & (counts != 0):
-                add_counts(buffer_ptr, ep_ptr, routing_ptr, epoch, RANK_LANES)
-            ok = wait_channels(buffer_ptr, ep_ptr, epoch, operation, (rank + task - arrives) % scale_up)
+                ok = add_counts(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, RANK_LANES)
+            if ok == 1:
+                ok = wait_channels(buffer_ptr, ep_ptr, epoch, operation, (rank + task - arrives) % scale_up)
         task = claim_task(buffer_ptr)
     # Nothing is left to be checked: whoever got here has the headers that it needs, or failed.
-    if close_call(buffer_ptr, ok, scale_out * scale_up, epoch, 0, 0, 0, operation) != 0:
-        advance_epoch(buffer_ptr, epoch)
+    last_program = close_call(buffer_ptr, ok, scale_out * scale_up, epoch, 0, 0, 0, operation)
+    settle_call(buffer_ptr, ep_ptr, epoch, operation, last_program)
 
 
 @dataclass(frozen=True)

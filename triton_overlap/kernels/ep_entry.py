@@ -5,10 +5,15 @@ import triton.language as tl
 
 from ..comm.device import (
     AT_SIGNAL,
+    FAILED,
     HEADER_WORDS,
     RANK,
+    STATE,
+    SURPLUS,
+    advance_epoch,
     claim_task,
     compare_header,
+    fail,
     failure_noticed,
     header_words,
     send_header,
@@ -16,6 +21,7 @@ from ..comm.device import (
     wait_signal,
 )
 from .ep_slots import (
+    ARRIVAL_SIGNALS,
     COUNT_LANES,
     COUNTS,
     EXPERTS,
@@ -31,6 +37,9 @@ from .ep_slots import (
     words_at,
 )
 
+#: Signals that a program looks at together.
+SIGNAL_LANES = tl.constexpr(256)
+
 
 @triton.jit
 def open_expert_call(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, counts, tasks, PUT: tl.constexpr):
@@ -43,13 +52,65 @@ def open_expert_call(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, counts, 
     task = claim_task(buffer_ptr)
     if task == 0:
         if failure_noticed(buffer_ptr) == 0:
-            ok = enter_call(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, counts, PUT)
+            ok = check_signals(buffer_ptr, ep_ptr, epoch, operation)
+            if ok == 1:
+                ok = enter_call(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, counts, PUT)
         else:
             ok = tl.full((), 0, tl.int32)
         task = claim_task(buffer_ptr)
     if (ok == 1) & (task < tasks):
         ok = wait_entered(buffer_ptr, ep_ptr, epoch, operation)
     return ok, task
+
+
+@triton.jit
+def settle_call(buffer_ptr, ep_ptr, epoch, operation, last):
+    """After ``close_call``, which returned ``last``: the last program looks at the signals, and notes for later kernels
+    whether the call failed. Returns ``last``, or 2 where signals are wrong."""
+    if last == 1:
+        last = 2 - check_signals(buffer_ptr, ep_ptr, epoch, operation)
+    if last != 0:
+        advance_epoch(buffer_ptr, epoch)
+        tl.store(tl.load(buffer_ptr + STATE).to(tl.pointer_type(tl.int32)) + FAILED, (last == 2).to(tl.int32))
+    return last
+
+
+@triton.jit
+def call_failed(buffer_ptr):
+    """Whether the last call failed: the same for all programs of a launch, as notices of failures are not. What a peer
+    reports later, in a call that this rank has not entered, does not touch the rows of this one."""
+    return tl.load(tl.load(buffer_ptr + STATE).to(tl.pointer_type(tl.int32)) + FAILED) != 0
+
+
+@triton.jit
+def check_signals(buffer_ptr, ep_ptr, epoch, operation):
+    """Report a signal that has counted more than was put, of a network that signals twice. Returns 1, or 0 after that.
+
+    For the last program of a call, and the first of the next before it tells anybody: nobody puts anything here in
+    between but hellos of peers that have gone ahead, one each. Every other signal then stands exactly at its base.
+    """
+    rank = tl.load(buffer_ptr + RANK).to(tl.int32)
+    scale_out = number(ep_ptr, SCALE_OUT)
+    first = tl.load(ep_ptr + HELLO_SIGNALS)
+    count = ((tl.load(ep_ptr + ARRIVAL_SIGNALS) - first) // 8).to(tl.int32) + number(ep_ptr, SCALE_UP)
+    # Without puts there is nothing that a network could count.
+    count = tl.where(scale_out > 1, count, 0)
+    signals_ptr, bases_ptr = words_at(buffer_ptr, rank, first), base_ptr(ep_ptr, first)
+    ok = tl.full((), 1, tl.int32)
+    for start in range(0, count, SIGNAL_LANES):
+        lane = start + tl.arange(0, SIGNAL_LANES)
+        mask = lane < count
+        zero = tl.zeros((SIGNAL_LANES,), tl.int64)
+        seen = tl.atomic_add(signals_ptr + lane, zero, mask=mask, sem="relaxed", scope="sys")
+        base = tl.load(bases_ptr + lane, mask=mask, other=0)
+        over = mask & (seen > base + tl.where(lane < scale_out, 1, 0))
+        index = tl.min(tl.where(over, lane, 0x7FFFFFFF))
+        if (ok == 1) & (index < count):
+            at = lane == index
+            expected, found = tl.sum(tl.where(at, base, 0)), tl.sum(tl.where(at, seen, 0))
+            fail(buffer_ptr, SURPLUS, operation, AT_SIGNAL, rank, epoch, index, expected, found)
+            ok = tl.full((), 0, tl.int32)
+    return ok
 
 
 @triton.jit
@@ -77,7 +138,8 @@ def enter_call(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, counts, PUT: t
         num_bytes = tl.full((), 8 * HEADER_WORDS, tl.int64)
         if counts != 0:
             first = peer_out * scale_up * count_words
-            _widen(routing_ptr + tl.load(ep_ptr + SENT_COUNTS) + first, out_ptr + HEADER_WORDS, scale_up * count_words)
+            sent_ptr = routing_ptr + tl.load(ep_ptr + SENT_COUNTS) + first
+            tag_counts(sent_ptr, out_ptr + HEADER_WORDS, scale_up * count_words, epoch)
             num_bytes = hello_words.to(tl.int64) * 8
         signal = tl.load(ep_ptr + HELLO_SIGNALS) + own_out.to(tl.int64) * 8
         PUT(buffer_ptr, peer_out * scale_up + own_up, out, into, num_bytes, signal)
@@ -90,19 +152,21 @@ def enter_call(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, counts, PUT: t
             peer_up = (own_up + step) % scale_up
             peer = own_out * scale_up + peer_up
             if counts != 0:
-                _relay(buffer_ptr, ep_ptr, routing_ptr, peer, peer_up, parity, count_words, hello_words)
+                _relay(buffer_ptr, ep_ptr, routing_ptr, peer, peer_up, epoch, count_words, hello_words)
             tl.debug_barrier()
             send_header(buffer_ptr, peer, epoch, 0, 0, 0, operation)
     return ok
 
 
 @triton.jit
-def _widen(source_ptr, target_ptr, count):
-    """Copy ``count`` int32 to int64."""
+def tag_counts(source_ptr, target_ptr, count, epoch):
+    """Copy ``count`` int32 to int64 whose upper half is the epoch: a reader need not trust what told it of them."""
+    tag = epoch.to(tl.int64) << 32
     lane = tl.arange(0, COUNT_LANES)
     for start in range(0, count, COUNT_LANES):
         mask = start + lane < count
-        tl.store(target_ptr + start + lane, tl.load(source_ptr + start + lane, mask=mask).to(tl.int64), mask=mask)
+        value = tl.load(source_ptr + start + lane, mask=mask).to(tl.int64) | tag
+        tl.store(target_ptr + start + lane, value, mask=mask)
 
 
 @triton.jit
@@ -119,6 +183,11 @@ def _hear(buffer_ptr, ep_ptr, source_out, epoch, operation, header):
         buffer_ptr, words_at(buffer_ptr, rank, signal), target, epoch, operation, AT_SIGNAL, peer, source_out
     )
     tl.store(base, target)
+    seen = tl.atomic_add(words_at(buffer_ptr, rank, signal), 0, sem="relaxed", scope="sys")
+    if (ok == 1) & (seen > target):
+        # Its next hello comes after this rank has entered, and put its part of this call.
+        fail(buffer_ptr, SURPLUS, operation, AT_SIGNAL, peer, epoch, source_out, target, seen)
+        ok = tl.full((), 0, tl.int32)
     if ok == 1:
         hello_words = scale_up * (number(ep_ptr, EXPERTS) + 1) + HEADER_WORDS
         row = ((epoch & 1) * scale_out + source_out).to(tl.int64)
@@ -129,16 +198,17 @@ def _hear(buffer_ptr, ep_ptr, source_out, epoch, operation, header):
 
 
 @triton.jit
-def _relay(buffer_ptr, ep_ptr, routing_ptr, peer, peer_up, parity, count_words, hello_words):
+def _relay(buffer_ptr, ep_ptr, routing_ptr, peer, peer_up, epoch, count_words, hello_words):
     """Store in ``peer``'s counts what this rank, and its scale-out peers through it, will send there."""
     rank = tl.load(buffer_ptr + RANK).to(tl.int32)
     scale_out, scale_up = number(ep_ptr, SCALE_OUT), number(ep_ptr, SCALE_UP)
+    parity = epoch & 1
     for source_out in range(scale_out):
         row = (parity * scale_out * scale_up + source_out * scale_up + rank % scale_up).to(tl.int64)
         target_ptr = words_at(buffer_ptr, peer, tl.load(ep_ptr + COUNTS) + row * count_words * 8)
         if source_out == rank // scale_up:
             own = routing_ptr + tl.load(ep_ptr + SENT_COUNTS) + peer * count_words
-            _widen(own, target_ptr, count_words)
+            tag_counts(own, target_ptr, count_words, epoch)
         else:
             hello = tl.load(ep_ptr + HELLO_IN) + (parity * scale_out + source_out).to(tl.int64) * hello_words * 8
             source_ptr = words_at(buffer_ptr, rank, hello) + HEADER_WORDS + peer_up * count_words

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..comm.device import AT_PARTS, RANK, may_wait, now_ns, wait_signal
+from ..comm.device import AT_PARTS, AT_SIGNAL, RANK, SURPLUS, fail, may_wait, now_ns, wait_signal
 from .ep_geometry import MAX_SUB_PARTS as _MAX_SUB_PARTS
 from .ep_layout import FIXED_WORDS as _FIXED_WORDS
 from .ep_partials import find_partials
@@ -129,7 +129,9 @@ def receive_part(
     """Poll one part until every source has either filled or ended it, and forward what is complete.
 
     Returns ok and, by source, whether it has ended, the tokens and the rows so far. When it returns 1 the signal has
-    counted exactly the puts that the headers tell of, and its base is their number further.
+    counted exactly the puts that the headers tell of, and its base is their number further. A look that finds more
+    counted than valid meets a network that breaks its promise, and nothing follows from counts then: the call fails,
+    when the missing header comes, or when the time is up.
     """
     cut_ptr = tl.load(ep_ptr + CUT).to(tl.pointer_type(tl.int32))
     size = part_size(cut_ptr, part)
@@ -138,11 +140,13 @@ def receive_part(
     taken = tl.zeros((SOURCE_LANES,), tl.int32)
     ok = tl.full((), 1, tl.int32)
     polls = tl.full((), 0, tl.int32)
+    surplus = tl.full((), 0, tl.int64)
     start = now_ns(buffer_ptr)
     while (ok == 1) & (tl.min(tl.where((ended == 1) | (taken == subs), 1, 0)) == 0):
         counted, header = poll_part(buffer_ptr, ep_ptr, channel, part, SOURCE_LANES)
         valid = header_valid(header, epoch)
         visible = tl.sum(valid.to(tl.int32))
+        surplus = tl.maximum(surplus, counted - visible)
         before = tl.sum(taken)
         if counted >= visible:
             # One thread acquired the signal; the batches are for all of them.
@@ -173,10 +177,34 @@ def receive_part(
             ok = may_wait(buffer_ptr, polls, start, epoch, operation, AT_PARTS, peer, channel, visible, counted)
         else:
             start = now_ns(buffer_ptr)
+    if (ok == 1) & (surplus > 0):
+        rank = tl.load(buffer_ptr + RANK)
+        puts = tl.sum(taken)
+        fail(buffer_ptr, SURPLUS, operation, AT_PARTS, rank, epoch, channel, puts - surplus, puts)
+        ok = tl.full((), 0, tl.int32)
     if ok == 1:
         base = base_ptr(ep_ptr, data_signal(ep_ptr, channel, part))
         tl.store(base, tl.load(base) + tl.sum(taken))
     return ok, ended, tokens, rows
+
+
+@triton.jit
+def wait_promised_header(buffer_ptr, header_ptr, epoch, operation, peer, channel, puts):
+    """The header of put ``puts`` of a channel, which the tail has counted, so that it is there at the first look. If it
+    is not, the network has broken its promise, and the call fails: when it comes, or when the time is up. Returns ok
+    and the header."""
+    header = tl.atomic_add(header_ptr, 0, sem="acquire", scope="sys")
+    ok = tl.full((), 1, tl.int32)
+    polls = tl.full((), 0, tl.int32)
+    start = now_ns(buffer_ptr)
+    while (ok == 1) & (header_valid(header, epoch) == 0):
+        polls += 1
+        ok = may_wait(buffer_ptr, polls, start, epoch, operation, AT_PARTS, peer, channel, puts - 1, puts)
+        header = tl.atomic_add(header_ptr, 0, sem="acquire", scope="sys")
+    if (ok == 1) & (polls > 0):
+        fail(buffer_ptr, SURPLUS, operation, AT_PARTS, peer, epoch, channel, puts - 1, puts)
+        ok = tl.full((), 0, tl.int32)
+    return ok, header
 
 
 @triton.jit
@@ -207,12 +235,14 @@ def receive_in_order(
             peer = source_out * scale_up + rank % scale_up
             signal_ptr = words_at(buffer_ptr, rank, signal)
             puts += 1
-            ok = wait_signal(buffer_ptr, signal_ptr, before + puts, epoch, operation, AT_PARTS, peer, channel)
+            ok = wait_signal(buffer_ptr, signal_ptr, before + puts, epoch, operation, AT_SIGNAL, peer, channel)
             if ok == 1:
                 size = part_size(cut_ptr, part)
                 subs = sub_part_count(cut_ptr, size)
                 first = part_start(cut_ptr, part) + sub_part_start(size, subs, sub_part)
-                header = tl.load(words_at(buffer_ptr, rank, channel_slot(ep_ptr, INCOMING, source_out, channel, first)))
+                header_ptr = words_at(buffer_ptr, rank, channel_slot(ep_ptr, INCOMING, source_out, channel, first))
+                ok, header = wait_promised_header(buffer_ptr, header_ptr, epoch, operation, peer, channel, puts)
+            if ok == 1:
                 count = ((header >> 1) & 0x3FFFFFFF).to(tl.int32)
                 more = (header & 1).to(tl.int32)
                 rows += forward_slots(

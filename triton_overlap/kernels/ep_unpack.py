@@ -21,7 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..comm.device import INTERPRETED, RANK, failure_noticed
+from ..comm.device import INTERPRETED, RANK
+from .ep_entry import call_failed
 from .ep_layout import FIXED_WORDS as _FIXED_WORDS
 from .ep_slots import (
     COPY_WORDS,
@@ -118,7 +119,7 @@ def ep_unpack_kernel(
     lane = tl.arange(0, RANK_LANES)
     ends = tl.load(prefix_ptr + 1 + lane, mask=lane < world_size, other=0x7FFFFFFF)
     rows = tl.load(prefix_ptr + world_size)
-    if failure_noticed(buffer_ptr) != 0:
+    if call_failed(buffer_ptr):
         rows = rows * 0
         if tl.program_id(0) == 0:
             _fill_ones(x_ptr, (capacity * row_words).to(tl.int64))

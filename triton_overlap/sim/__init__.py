@@ -1,11 +1,13 @@
 """Deterministic simulation of N ranks that run Triton kernels in one process; see ``docs/simulator.md``."""
 
+from triton_overlap.sim.costs import NetworkCost, NetworkUse
 from triton_overlap.sim.faults import (
     KILLED,
     DelayRank,
     DoubleSignal,
     Fault,
     KillRank,
+    LateBody,
     LoseSignal,
     SignalFault,
     StallSource,
@@ -21,8 +23,11 @@ __all__ = [
     "DoubleSignal",
     "Fault",
     "KillRank",
+    "LateBody",
     "LogEntry",
     "LoseSignal",
+    "NetworkCost",
+    "NetworkUse",
     "Settings",
     "SignalFault",
     "StallSource",

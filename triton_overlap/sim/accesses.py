@@ -191,7 +191,9 @@ class Accesses:
             self._memory.land_fenced(program.buffer)
         self._memory.land_meeting(program.buffer, int(addresses.min()), int(addresses.max()) + itemsize)
         self._machine.track(program)
-        result, changed = self._perform(program, access, perform, groups, where)
+        result, changed = self._perform(
+            program, access, perform, groups, where, self._fault_of(program, access, region)
+        )
         if access.acquire and access.scope != "cta":
             program.buffer.view = self._memory.version
         if changed:
@@ -203,7 +205,13 @@ class Accesses:
         return result
 
     def _perform(
-        self, agent: Agent, access: AtomicAccess, perform: Callable[[], Any], groups: Groups, where: str
+        self,
+        agent: Agent,
+        access: AtomicAccess,
+        perform: Callable[[], Any],
+        groups: Groups,
+        where: str,
+        fault: SignalFault | None = None,
     ) -> tuple[Any, bool]:
         """Effect, order and faults of an atomic. The second result tells whether its sender changed memory."""
         dtype = _WORD_TYPES[access.dtype.itemsize]
@@ -211,7 +219,6 @@ class Accesses:
         before = read_words(addresses, dtype)
         result = perform()
         after = read_words(addresses, dtype)
-        fault = self._fault_of(agent, access, groups[0][0])
         if isinstance(fault, LoseSignal):
             write_words(addresses, before)
             return result, True  # its sender believes that it happened
@@ -224,12 +231,12 @@ class Accesses:
         if changed:
             self._memory.remember(addresses, before, agent)
             if isinstance(fault, TearHeader):
-                lower = dtype.type((1 << (4 * dtype.itemsize)) - 1)
-                write_words(addresses, (after & lower) | (before & ~lower))
+                write_words(addresses, _torn(before, after, fault))
                 self._changed(addresses, dtype.itemsize)
-                for _ in range(self._rng.randint(1, 20)):
-                    agent.pause()
-                write_words(addresses, after)
+                if not fault.lost:
+                    for _ in range(self._rng.randint(1, 20)):
+                        agent.pause()
+                    write_words(addresses, after)
             self._changed(addresses, dtype.itemsize)
         if isinstance(fault, DoubleSignal):
             agent.pause()
@@ -312,7 +319,9 @@ class Accesses:
         if transfer.actor is not None:
             transfer.actor.barrier()
         access = AtomicAccess("store", address, value, value.dtype, False, True, "sys", False)
-        self._perform(transfer, access, lambda: write_words(address, value), [(order.target, address)], order.where)
+        groups = [(order.target, address)]
+        fault = self._fault_of(transfer, access, order.target)
+        self._perform(transfer, access, lambda: write_words(address, value), groups, order.where, fault)
         if transfer.stream is not None:
             self._machine.event(transfer.stream, "flag of a copy", order.target.place(int(address[0])))
 
@@ -335,10 +344,16 @@ class Accesses:
         return found
 
     def land_words(
-        self, agent: Agent, source: tuple[Region, int], target: tuple[Region, int], words: np.ndarray, where: str
+        self,
+        agent: Agent,
+        source: tuple[Region, int],
+        target: tuple[Region, int],
+        words: np.ndarray,
+        fault: SignalFault | None,
+        where: str,
     ) -> None:
         """Words (uint64 indices) of a put: read the source now, and the target has them. Word 0 is an atomic, since it
-        may be polled."""
+        may be polled; ``fault`` is its, and what is left of it after the fault is for the caller to land."""
         (from_region, origin), (to_region, there) = source, target
         sources = np.uint64(origin) + np.uint64(8) * words
         targets = np.uint64(there) + np.uint64(8) * words
@@ -352,8 +367,10 @@ class Accesses:
             self._memory.remember(plain, read_words(plain, _INT_TYPES[8]), agent)
             write_words(plain, values[words > 0])
             self._changed(plain, 8)
-        if plain.size < words.size:
+        if plain.size < words.size and not isinstance(fault, LoseSignal):
             first, value = targets[words == 0], values[words == 0]
+            if isinstance(fault, TearHeader):
+                value = _torn(read_words(first, value.dtype), value, fault)
             access = AtomicAccess("xchg", first, value, value.dtype, False, False, "sys", False)
             self._perform(agent, access, lambda: write_words(first, value), [(to_region, first)], where)
 
@@ -433,6 +450,14 @@ class Accesses:
             "to the other (a release covers a block's stores only after a tl.debug_barrier since them, and descriptor "
             "stores only after they were waited for)"
         )
+
+
+def _torn(before: np.ndarray, after: np.ndarray, fault: TearHeader) -> np.ndarray:
+    """Words of which one half is new."""
+    lower = after.dtype.type((1 << (4 * after.dtype.itemsize)) - 1)
+    new, old = (after, before) if fault.first == "lower" else (before, after)
+    torn: np.ndarray = (new & lower) | (old & ~lower)
+    return torn
 
 
 def words_at(addresses: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Faults that a simulated world can be given: ``World(..., faults=[KillRank(1, turn=40), LoseSignal(target=0)])``.
 
-A fault object only describes; it can be reused in many worlds. A *signal* is an atomic that a kernel or the copy engine
-performs on symmetric memory: a flag, a header word, a counter.
+A fault object only describes; it can be reused in many worlds. A *signal* is an atomic that a kernel, the copy engine
+or the network performs on symmetric memory: a flag, a header word, a counter. A put has two of them: its first word,
+and then its signal.
 """
 
 from __future__ import annotations
@@ -59,6 +60,24 @@ class StallSource(Fault):
 
 
 @dataclass(frozen=True)
+class LateBody(Fault):
+    """Puts whose first word lands as others' do, and the rest only when nothing else in the world can move. The network
+    may do that: who takes a header for the put goes wrong.
+
+    Args:
+        source: rank that puts; None for any.
+        target: rank that they go to; None for any.
+        skip: such puts that stay as they were before the first is hit.
+        count: how many are hit; None for all.
+    """
+
+    source: int | None = None
+    target: int | None = None
+    skip: int = 0
+    count: int | None = 1
+
+
+@dataclass(frozen=True)
 class SignalFault(Fault):
     """A fault of some of the signals.
 
@@ -86,12 +105,27 @@ class LoseSignal(SignalFault):
 
 @dataclass(frozen=True)
 class DoubleSignal(SignalFault):
-    """The signal happens twice: a counter counts twice, a flag is written twice with other tasks in between."""
+    """The signal happens twice: a counter counts twice, a flag is written twice with other tasks in between. A put's
+    signal counts again some turns later, or, where the seed says so, only when nothing else in the world can move."""
 
 
 @dataclass(frozen=True)
 class TearHeader(SignalFault):
-    """The lower half of the word arrives first, the upper half after other tasks had turns."""
+    """One half of the word arrives first, the other half after other tasks had turns; of a put's first word, only when
+    nothing else in the world can move.
+
+    Args:
+        first: ``"lower"`` or ``"upper"`` half.
+        lost: the other half never arrives. The signal of a put comes all the same; lose that one too for a put that
+            never ends.
+    """
+
+    first: str = "lower"
+    lost: bool = False
+
+    def __post_init__(self) -> None:
+        if self.first not in ("lower", "upper"):
+            raise ValueError(f'a header is torn with first="lower" or "upper", got {self.first!r}')
 
 
 class Killed:
@@ -126,9 +160,11 @@ class FaultPlan:
         self._kills = [fault for fault in self._faults if isinstance(fault, KillRank)]
         self._stalls = [fault for fault in self._faults if isinstance(fault, StallSource)]
         self._signals = [fault for fault in self._faults if isinstance(fault, SignalFault)]
-        self._matched = [0] * len(self._signals)
+        self._bodies = [fault for fault in self._faults if isinstance(fault, LateBody)]
+        self._matched = [0] * (len(self._signals) + len(self._bodies))
         self._turns = [0] * world_size
-        self.holds_back = bool(self._delays or self._stalls)
+        tears = any(isinstance(fault, TearHeader) for fault in self._signals)
+        self.holds_back = bool(self._delays or self._stalls or self._bodies or tears)
 
     def delays(self, rank: int, turn: int) -> bool:
         """True while turns of the world hold ``rank`` back."""
@@ -164,8 +200,19 @@ class FaultPlan:
                 continue
             if fault.when is not None and not fault.when(value):
                 continue
-            self._matched[index] += 1
-            nth = self._matched[index] - 1
-            if nth >= fault.skip and (fault.count is None or nth < fault.skip + fault.count):
+            if self._hits(index, fault):
                 return fault
         return None
+
+    def late_body(self, source: int, target: int) -> bool:
+        """Count a put; True if all of it but its first word waits for everybody else."""
+        late = False
+        for index, fault in enumerate(self._bodies, len(self._signals)):
+            if fault.source in (None, source) and fault.target in (None, target):
+                late = self._hits(index, fault) or late
+        return late
+
+    def _hits(self, index: int, fault: SignalFault | LateBody) -> bool:
+        nth = self._matched[index]
+        self._matched[index] += 1
+        return nth >= fault.skip and (fault.count is None or nth < fault.skip + fault.count)

@@ -12,6 +12,7 @@ import torch
 from triton_overlap.comm.interpreter import AtomicAccess, InterpreterError, KernelLaunch, raw
 from triton_overlap.errors import ClosedError, MemoryFaultError, SimulationError
 from triton_overlap.sim.accesses import Accesses, words_at
+from triton_overlap.sim.costs import NetworkCost, NetworkUse
 from triton_overlap.sim.faults import FaultPlan
 from triton_overlap.sim.happens_before import Clock, Shadow, Slots
 from triton_overlap.sim.memory import AddressSpace, Region, WeakMemory, aligned_zeros
@@ -48,6 +49,9 @@ class Machine:
         self.space = AddressSpace()
         self.accesses = Accesses(self)
         self.log: list[LogEntry] | None = [] if settings.log else None
+        self.network_cost = settings.network_cost or NetworkCost()
+        #: By rank and peer.
+        self.network: list[dict[int, NetworkUse]] = [{} for _ in range(settings.world_size)]
         self.hosts: list[HostTask] = []
         self.killed: list[int] = []
         self.on_host_end: Callable[[HostTask], None] = lambda host: None
@@ -282,6 +286,14 @@ class Machine:
         region = self.space.at(ring.data_ptr())
         assert region is not None
         self.scheduler.spawn(NetworkInterface(self, rank, copies, region, entry_words))
+
+    def put_by(self, rank: int, peer: int, use: NetworkUse) -> None:
+        """``rank`` has put something to ``peer``."""
+        self.network[rank][peer] = self.network[rank].get(peer, NetworkUse()) + use
+
+    def network_use(self, rank: int) -> NetworkUse:
+        """What ``rank`` has put so far, to all peers."""
+        return sum(self.network[rank].values(), NetworkUse())
 
     # ---- launches and copies
 

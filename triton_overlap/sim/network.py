@@ -5,6 +5,8 @@
 * Puts are tasks of their own, so nothing orders two of them, unless the ring asks for strong signals: then a put adds
   to its signal after all earlier puts of this rank to the same peer have landed, and stands for them too.
 
+Faults hit the first word of a put, which is a header where there are any, and its signal.
+
 With the checker each put has clock slots of its own. A slot is used again only by a put whose sender already knows that
 the earlier one had ended: otherwise a signal would seem to stand for both.
 """
@@ -17,6 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from triton_overlap.errors import MemoryFaultError
+from triton_overlap.sim.costs import NetworkUse
+from triton_overlap.sim.faults import DoubleSignal, LoseSignal, TearHeader
 from triton_overlap.sim.happens_before import Actor, Clock
 from triton_overlap.sim.memory import Region, read_words
 from triton_overlap.sim.scheduler import Poll, Task, Wait
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 _INT64 = np.dtype(np.int64)
 #: Pieces in which a put may land.
 _PIECES = (1, 2, 3, 6)
+#: The first word of a put, by itself, and what is left of it where it was torn.
+_FIRST_WORD, _OTHER_HALF = np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.uint64)
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,8 @@ class NetworkInterface(Task):
         order = PutOrder(*machine.accesses.read_words(self, self._ring, entry + 8, 5, "hand-off ring"))
         self._check(order)
         self._taken += 1
+        use = NetworkUse(1, order.num_bytes, machine.network_cost.of(order.num_bytes))
+        machine.put_by(self.rank, order.peer, use)
         flight = Flight(machine, self, order, self._taken)
         if self._last is not None:
             flight.follows = self._last.get(order.peer)
@@ -138,6 +146,13 @@ class Flight(Task):
         machine.rng.shuffle(words)
         count = min(len(words), machine.rng.choice(_PIECES))
         self._pieces = [np.array(words[index::count], dtype=np.uint64) for index in range(count)]
+        late_body = machine.plan.late_body(interface.rank, order.peer)
+        if late_body:
+            self._pieces = [np.array([word for word in words if word], dtype=np.uint64), _FIRST_WORD]
+        #: Once its first word has landed, the rest waits for everybody else.
+        self._late_rest = late_body
+        self._late = False
+        self.signalled = False
         #: The put whose signal comes before this one's.
         self.follows: Flight | None = None
         self.actor: Actor | None = None
@@ -155,30 +170,57 @@ class Flight(Task):
 
     def held_back(self) -> bool:
         """True where a fault makes it wait for everybody else."""
-        return self._machine.plan.stalls(self.rank, self._order.peer)
+        return self._late or self._machine.plan.stalls(self.rank, self._order.peer)
 
     def turn(self) -> None:
-        order, accesses = self._order, self._machine.accesses
         self.moved()
         if self._pieces:
-            source = (self._source, self._source.start + order.source)
-            target = (self._target, self._target.start + order.target)
-            accesses.land_words(self, source, target, self._pieces.pop(), "put")
-            return
+            self._land(self._pieces.pop())
+        elif self._comes_first():
+            self._signal()
+
+    def _land(self, words: np.ndarray) -> None:
+        order, machine = self._order, self._machine
+        source = (self._source, self._source.start + order.source)
+        target = (self._target, self._target.start + order.target)
+        fault = None
+        if words is not _OTHER_HALF and 0 in words:
+            value = int(read_words(np.array([source[1]], dtype=np.uint64), _INT64)[0])
+            fault = machine.plan.signal(self.rank, order.peer, order.target, 8, value)
+            self._late = self._late_rest
+        machine.accesses.land_words(self, source, target, words, fault, "put")
+        if isinstance(fault, TearHeader) and not fault.lost:
+            self._pieces.insert(0, _OTHER_HALF)
+        if len(self._pieces) == 1 and self._pieces[0] is _OTHER_HALF:
+            self._late = True
+
+    def _comes_first(self) -> bool:
+        """True once no earlier signal is to come before this put's."""
         if self.follows is not None:
             earlier = self.follows
-            if not earlier.done:
-                self.wait = Wait(lambda: earlier.done, f"{earlier.name}, whose signal comes first")
-                return
+            if not earlier.signalled:
+                self.wait = Wait(lambda: earlier.signalled, f"{earlier.name}, whose signal comes first")
+                return False
             if self.actor is not None and earlier.actor is not None:
                 self.actor.clock.join(earlier.actor.clock)
             self.follows = None
+        return True
+
+    def _signal(self) -> None:
+        order, machine = self._order, self._machine
+        fault = None if self.signalled else machine.plan.signal(self.rank, order.peer, order.signal, 8, 1)
         if self.actor is not None and self._lane is not None:
             moments = (self.actor.plain(), self.actor.atomic(False))
             self._lane.ended = [(slot, moment) for moment, slot in moments]
-        accesses.add_signal(self, self._target, self._target.start + order.signal, "signal of a put")
-        self._machine.event(self, "signal of a put", self._target.place(self._target.start + order.signal))
-        self.done = True
+        if not isinstance(fault, LoseSignal):
+            machine.accesses.add_signal(self, self._target, self._target.start + order.signal, "signal of a put")
+            machine.event(self, "signal of a put", self._target.place(self._target.start + order.signal))
+        if isinstance(fault, DoubleSignal):
+            self._late = machine.rng.random() < 0.5
+            machine.scheduler.happened()
+        else:
+            self.done = True
+        self.signalled = True
 
     def where(self) -> str:
         return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from triton_overlap.sim.costs import NetworkCost
 from triton_overlap.sim.faults import Fault, FaultPlan
 from triton_overlap.sim.scheduler import program_fiber
 
@@ -23,10 +24,11 @@ class Settings:
         max_steps: turns after which a run is given up as endless.
         fibers: what programs run on: ``"greenlet"``, ``"thread"``, or ``"auto"``, which prefers greenlets. The schedule
             does not depend on it.
+        network_cost: what a put costs its rank's network interface (``World.network``); None for nothing.
         log: keep a list of events in ``World.log``.
 
     Raises:
-        TypeError: a number is no number, or a fault no fault.
+        TypeError: a number is no number, a fault no fault, or a cost no cost.
         ValueError: a number is not positive, ``fibers`` is unknown or not installed, or a fault names a rank that does
             not exist.
     """
@@ -39,6 +41,7 @@ class Settings:
     timeout_s: float = 300.0
     max_steps: int = 2_000_000
     fibers: str = "auto"
+    network_cost: NetworkCost | None = None
     log: bool = False
 
     def __post_init__(self) -> None:
@@ -50,5 +53,7 @@ class Settings:
                 raise TypeError(f"{name} of a world must be a whole number, got {value!r}")
             if name != "seed" and value < 1:
                 raise ValueError(f"{name} of a world must be positive, got {value}")
+        if not isinstance(self.network_cost, NetworkCost | None):
+            raise TypeError(f"network_cost of a world must be a NetworkCost, got {self.network_cost!r}")
         FaultPlan(self.faults, self.world_size)
         program_fiber(self.fibers)

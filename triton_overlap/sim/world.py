@@ -10,6 +10,7 @@ import torch
 from triton_overlap.comm import interpreter
 from triton_overlap.comm.backends.sim import SimBackend
 from triton_overlap.errors import DeadlockError, SimulationError
+from triton_overlap.sim.costs import NetworkUse
 from triton_overlap.sim.faults import KILLED
 from triton_overlap.sim.machine import Machine
 from triton_overlap.sim.meetings import Meetings
@@ -36,6 +37,7 @@ class World:
         trace: digest of the schedule of the last run: equal digests, equal schedules.
         steps: turns the last run took.
         time_ns: virtual time at its end, in nanoseconds.
+        network: of the last run, by rank, what it put to each peer: dicts of :class:`NetworkUse`.
         log: list of :class:`LogEntry` of the last run, or None.
 
     Raises:
@@ -56,6 +58,7 @@ class World:
         self.trace = ""
         self.steps = 0
         self.time_ns = 0
+        self.network: list[dict[int, NetworkUse]] = []
         self.log: list[LogEntry] | None = None
 
     def run(self, fn: Callable[[Group], Any], *, return_exceptions: bool = False) -> list[Any]:
@@ -141,6 +144,7 @@ class _Run:
             torch.set_rng_state(rng_state)
             world.trace, world.steps = machine.scheduler.trace, machine.scheduler.steps
             world.time_ns, world.log = machine.scheduler.now_ns, machine.log
+            world.network = machine.network
         for rank in machine.killed:
             self._results[rank] = KILLED
         if return_exceptions:

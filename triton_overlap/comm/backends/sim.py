@@ -19,6 +19,7 @@ from triton_overlap.comm.backend import Collectives, CopyStream, SymmetricMemory
 from triton_overlap.errors import ClosedError
 
 if TYPE_CHECKING:
+    from triton_overlap.sim.costs import NetworkUse
     from triton_overlap.sim.machine import Machine
     from triton_overlap.sim.meetings import Meetings
     from triton_overlap.sim.memory import Region
@@ -198,6 +199,11 @@ class SimBackend:
         ``memory``, in any order that the network's model allows."""
         self._open()
         self._machine.add_network_interface(self.rank, memory.handle, ring, entry_words)
+
+    def network_use(self) -> NetworkUse:
+        """What this rank's network interface has put so far, to all peers. The puts of a call are all in it once every
+        rank has ended the call."""
+        return self._machine.network_use(self.rank)
 
     def close(self) -> None:
         """Local. No call is legal afterwards."""
