@@ -36,6 +36,7 @@ from .ep_send import announce_channel, send_channel, send_directly
 from .ep_slots import (
     ARRIVAL_SIGNALS,
     CHANNELS,
+    COUNT_LANES,
     COUNTS,
     EXPERT_COUNTS,
     EXPERTS,
@@ -66,10 +67,14 @@ def add_counts(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, RANK_LANES: tl
     prefix_ptr = routing_ptr + tl.load(ep_ptr + PREFIX)
     tl.store(prefix_ptr, 0)
     tl.store(prefix_ptr + 1 + source, tl.cumsum(count, 0), mask=mask)
-    for expert in range(experts):
-        word = tl.load(counts_ptr + source * (experts + 1) + 1 + expert, mask=mask, other=0)
-        late = tl.minimum(late, tl.where(mask & (word >> 32 != epoch), source, RANK_LANES))
-        tl.store(routing_ptr + tl.load(ep_ptr + EXPERT_COUNTS) + expert, tl.sum(word.to(tl.int32)))
+    expert_counts_ptr = routing_ptr + tl.load(ep_ptr + EXPERT_COUNTS)
+    for start in range(0, experts, COUNT_LANES):
+        expert = start + tl.arange(0, COUNT_LANES)
+        there = mask[:, None] & (expert < experts)[None, :]
+        word = tl.load(counts_ptr + (source * (experts + 1) + 1)[:, None] + expert[None, :], mask=there, other=0)
+        late_here = tl.where(there & (word >> 32 != epoch), source[:, None], RANK_LANES)
+        late = tl.minimum(late, tl.min(late_here, 1))
+        tl.store(expert_counts_ptr + expert, tl.sum(word.to(tl.int32), 0), mask=expert < experts)
     ok = tl.full((), 1, tl.int32)
     if tl.min(late) < RANK_LANES:
         fail(buffer_ptr, SURPLUS, operation, AT_COUNTS, tl.min(late), epoch, tl.min(late), epoch, epoch - 2)
