@@ -71,10 +71,10 @@ def add_counts(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, RANK_LANES: tl
     for start in range(0, experts, COUNT_LANES):
         expert = start + tl.arange(0, COUNT_LANES)
         there = mask[:, None] & (expert < experts)[None, :]
-        word = tl.load(counts_ptr + (source * (experts + 1) + 1)[:, None] + expert[None, :], mask=there, other=0)
-        late_here = tl.where(there & (word >> 32 != epoch), source[:, None], RANK_LANES)
+        words = tl.load(counts_ptr + (source * (experts + 1) + 1)[:, None] + expert[None, :], mask=there, other=0)
+        late_here = tl.where(there & (words >> 32 != epoch), source[:, None], RANK_LANES)
         late = tl.minimum(late, tl.min(late_here, 1))
-        tl.store(expert_counts_ptr + expert, tl.sum(word.to(tl.int32), 0), mask=expert < experts)
+        tl.store(expert_counts_ptr + expert, tl.sum(words.to(tl.int32), 0), mask=expert < experts)
     ok = tl.full((), 1, tl.int32)
     if tl.min(late) < RANK_LANES:
         fail(buffer_ptr, SURPLUS, operation, AT_COUNTS, tl.min(late), epoch, tl.min(late), epoch, epoch - 2)

@@ -183,10 +183,10 @@ def _hear(buffer_ptr, ep_ptr, source_out, epoch, operation, header):
         buffer_ptr, words_at(buffer_ptr, rank, signal), target, epoch, operation, AT_SIGNAL, peer, source_out
     )
     tl.store(base, target)
-    seen = tl.atomic_add(words_at(buffer_ptr, rank, signal), 0, sem="relaxed", scope="sys")
-    if (ok == 1) & (seen > target):
+    counted = tl.atomic_add(words_at(buffer_ptr, rank, signal), 0, sem="relaxed", scope="sys")
+    if (ok == 1) & (counted > target):
         # Its next hello comes after this rank has entered, and put its part of this call.
-        fail(buffer_ptr, SURPLUS, operation, AT_SIGNAL, peer, epoch, source_out, target, seen)
+        fail(buffer_ptr, SURPLUS, operation, AT_SIGNAL, peer, epoch, source_out, target, counted)
         ok = tl.full((), 0, tl.int32)
     if ok == 1:
         hello_words = scale_up * (number(ep_ptr, EXPERTS) + 1) + HEADER_WORDS
