@@ -30,15 +30,19 @@ def grid(count: int, results: Kept) -> tuple[Any, list[Any]]:
     return figure, axes[:count]
 
 
-def lines(axes: Any, series: dict[str, list[tuple[float, float]]]) -> None:
-    """Points over token counts, joined, a line for each name that has any."""
+def lines(axes: Any, series: dict[str, list[tuple[float, float]]], *, log: bool = False) -> None:
+    """Points over token counts, joined, a line for each name that has any; values from 0 on, or ``log``arithmic."""
     for name, points in series.items():
         if points:
             axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3.5, label=name)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:g}")
     axes.tick_params(axis="x", labelrotation=45)
-    axes.set_ylim(bottom=0)
+    if log:
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    else:
+        axes.set_ylim(bottom=0)
     axes.set_xlabel("T, tokens of all ranks")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")

@@ -92,8 +92,8 @@ def draw(results: Results, path: Path) -> None:
         figures.lines(
             axes,
             {name: [(row.tokens, time) for row in rows if (time := row.time_ms(name)) is not None] for name in names},
+            log=True,
         )
         axes.set_title(f"{rows[0].model}, capacity {rows[0].capacity}", fontsize="medium")
         axes.set_ylabel("ms, forward and backward")
-        axes.set_yscale("log")
     figures.save(figure, path)
