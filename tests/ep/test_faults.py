@@ -152,7 +152,7 @@ def test_a_lost_signal(seeds: range, case: Case, kind: str) -> None:
 
 def test_the_record_says_what_was_waited_for() -> None:
     def body(group: Group) -> FailureRecord | None:
-        buffer = bodies.make_buffer(group, CASE, network="simulated", timeout_s=7.5)
+        buffer = bodies.make_buffer(group, CASE, network="simulated", timeout_s=5.0)
         # Rank 1 waits its whole time; rank 0 has all it wants, and learns of it in its next call.
         for seed in range(2):
             try:
@@ -169,7 +169,7 @@ def test_the_record_says_what_was_waited_for() -> None:
     assert second.place == "parts of channel"
     assert (second.rank, second.peer, second.index) == (1, 0, 0)
     assert second.expected == "further sub-parts"
-    assert second.timeout_s == 7.5
+    assert second.timeout_s == 5.0
     assert second.seen == "the headers of 4 and the signals of 3"
     assert first == replace(second, reported_by=0)
 

@@ -1,4 +1,6 @@
-"""Device functions for Triton kernels: headers, flags, bounded waits, failure. The only file that spins.
+"""Device functions for Triton kernels: headers, flags, bounded waits, failure.
+
+Kernels spin here, or in loops that ask ``may_wait`` at each turn.
 
 Every function takes ``buffer_ptr``, the int64 table of a user buffer (:class:`triton_overlap.comm.layout.TableWord`).
 An *epoch* is an int32; flags and headers are accepted only when they carry the epoch of the call, by equality, so a
@@ -64,6 +66,7 @@ AT_SIGNAL = tl.constexpr(int(Place.SIGNAL))
 AT_PARTS = tl.constexpr(int(Place.PARTS_OF_CHANNEL))
 AT_COUNT = tl.constexpr(int(Place.ACTIVE_COUNT))
 AT_COUNTS = tl.constexpr(int(Place.COUNTS))
+AT_FORWARDED = tl.constexpr(int(Place.FORWARDED_ROWS))
 
 
 @triton.jit
@@ -398,12 +401,19 @@ def wait_signal(buffer_ptr, signal_ptr, target, epoch, operation, place, peer, i
 @triton.jit
 def may_wait(buffer_ptr, polls, start, epoch, operation, place, peer, index, expected, seen):
     """Whether a wait that began at ``start`` and has looked ``polls`` times may go on: 0 after anybody's failure, or
-    after reporting its own, when the time is up. Poll once more on 0, before giving up: see ``wait_flags``."""
+    after reporting its own, when the time is up. Poll once more on 0, before giving up: see ``wait_flags``.
+
+    A wait for what a peer forwards ends because that peer's own wait does not: it gets an eighth more time, so that the
+    record is of the wait at the root.
+    """
     ok = tl.full((), 1, tl.int32)
+    limit = tl.load(buffer_ptr + TIMEOUT_NS)
+    if place == AT_FORWARDED:
+        limit += limit // 8
     if polls % POLLS_BETWEEN_LOOKS == 0:
         if failure_noticed(buffer_ptr) != 0:
             ok = tl.full((), 0, tl.int32)
-        elif now_ns(buffer_ptr) - start > tl.load(buffer_ptr + TIMEOUT_NS):
+        elif now_ns(buffer_ptr) - start > limit:
             fail(buffer_ptr, TIMEOUT, operation, place, peer, epoch, index, expected, seen)
             ok = tl.full((), 0, tl.int32)
     return ok

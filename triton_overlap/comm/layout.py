@@ -85,6 +85,8 @@ class Place(IntEnum):
     PARTS_OF_CHANNEL = 5
     ACTIVE_COUNT = 6
     COUNTS = 7
+    #: What a peer sends on once it has received something itself.
+    FORWARDED_ROWS = 8
 
 
 def _aligned(num_bytes: int) -> int:

@@ -99,7 +99,7 @@ def decode_record(words: list[int], reported_by: int, world_size: int) -> Failur
     elif place == "active count":
         expected_text = f"0 < T <= {expected}, divisible by {world_size}"
         seen_text = f"T = {seen}"
-    elif place == "signal":
+    elif place in ("signal", "forwarded rows"):
         expected_text, seen_text = f"{expected} puts and pushes", f"{seen}"
     elif place == "parts of channel":
         expected_text, seen_text = "further sub-parts", f"the headers of {expected} and the signals of {seen}"

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ..comm.device import (
     AT_COUNTS,
-    AT_SIGNAL,
+    AT_FORWARDED,
     RANK,
     SURPLUS,
     claim_task,
@@ -94,7 +94,7 @@ def wait_channels(buffer_ptr, ep_ptr, epoch, operation, source_up):
     target = tl.load(base) + kinds * number(ep_ptr, CHANNELS)
     peer = rank // scale_up * scale_up + source_up
     signal_ptr = words_at(buffer_ptr, rank, signal)
-    ok = wait_signal(buffer_ptr, signal_ptr, target, epoch, operation, AT_SIGNAL, peer, source_up)
+    ok = wait_signal(buffer_ptr, signal_ptr, target, epoch, operation, AT_FORWARDED, peer, source_up)
     tl.store(base, target)
     return ok
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..comm.device import AT_SIGNAL, RANK, wait_signal
+from ..comm.device import AT_FORWARDED, RANK, wait_signal
 from .ep_layout import BATCH as _BATCH
 from .ep_pack import payload_at, sum_pushed
 from .ep_slots import (
@@ -45,7 +45,7 @@ def wait_batches(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, channel):
     base = base_ptr(ep_ptr, signal)
     target = tl.load(base) + batches
     signal_ptr = words_at(buffer_ptr, rank, signal)
-    ok = wait_signal(buffer_ptr, signal_ptr, target, epoch, operation, AT_SIGNAL, rank, scale_out + channel)
+    ok = wait_signal(buffer_ptr, signal_ptr, target, epoch, operation, AT_FORWARDED, rank, scale_out + channel)
     tl.store(base, target)
     return ok
 
