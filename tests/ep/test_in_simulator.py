@@ -43,7 +43,7 @@ def run(case: Case, seed: int, network: str, calls: int = 2, **options: Any) -> 
     "scale_out, scale_up, network",
     [(1, 1, "direct"), (1, 2, "direct"), (2, 1, "direct"), (2, 1, "simulated"), (2, 2, "simulated")],
 )
-@pytest.mark.parametrize("check_races", [True, False])
+@pytest.mark.parametrize("check_races", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_round_trips(scale_out: int, scale_up: int, network: str, check_races: bool) -> None:
     run(Case(scale_out, scale_up), 1, network, check_races=check_races)
 
@@ -60,11 +60,13 @@ def test_round_trips(scale_out: int, scale_up: int, network: str, check_races: b
     ids=["small parts", "one expert", "no tokens", "all masked", "odd sizes"],
 )
 def test_routings(case: Case) -> None:
-    for seed in range(2):
-        run(case, seed, "simulated" if case.scale_out > 1 else "direct")
+    run(case, 0, "simulated" if case.scale_out > 1 else "direct")
 
 
-@pytest.mark.parametrize("scale_out, scale_up, network", [(1, 2, "direct"), (2, 1, "simulated"), (2, 2, "simulated")])
+@pytest.mark.parametrize(
+    "scale_out, scale_up, network",
+    [(1, 2, "direct"), (2, 1, "simulated"), pytest.param(2, 2, "simulated", marks=pytest.mark.long)],
+)
 def test_partial_results_that_come_back_separate(scale_out: int, scale_up: int, network: str) -> None:
     case = Case(scale_out, scale_up, topk=3, max_tokens=5, tokens=(5, 3, 0), settings=SMALL_PARTS)
     World(case.world_size, 2).run(lambda group: bodies.separate(group, case, network))
@@ -73,8 +75,7 @@ def test_partial_results_that_come_back_separate(scale_out: int, scale_up: int, 
 @pytest.mark.parametrize("network", ["direct", "simulated_strong"])
 def test_ordered_kernels(network: str) -> None:
     case = Case(2, 1, settings={**SMALL_PARTS, "kernel": "ordered"})
-    for seed in range(2):
-        run(case, seed, network)
+    run(case, 0, network)
 
 
 def test_ordered_kernels_go_wrong_on_a_weaker_network_than_they_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +133,7 @@ def _cases() -> st.SearchStrategy[Case]:
     )
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(case=_cases(), seed=st.integers(0, 2**31 - 10))
 def test_any_routing_and_schedule(case: Case, seed: int) -> None:
     run(case, seed, "simulated")
@@ -153,7 +154,7 @@ def test_a_sample_of_the_campaign(kind: str) -> None:
     assert campaign.run_schedule((2, 1), seed) == kind
 
 
-@pytest.mark.parametrize("topology", campaign.SCHEDULES, ids=lambda topology: "{}x{}".format(*topology))
+@pytest.mark.parametrize("topology", [(1, 2), (2, 2), (4, 1), (2, 4), (4, 2)], ids=lambda each: "{}x{}".format(*each))
 def test_a_schedule_of_each_topology(topology: tuple[int, int]) -> None:
     campaign.run_schedule(topology, 0)
 
@@ -178,7 +179,7 @@ MANY_PUTS = replace(FAULT_CASE, max_tokens=8, tokens=(8,), settings={"num_sub_pa
 LATE = (LateBody(source=0, skip=1), LateBody(source=1, skip=2))
 
 
-@pytest.mark.parametrize("check_races", [True, False])
+@pytest.mark.parametrize("check_races", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("fault", faulty.FAULTS)
 def test_a_planted_fault_is_found(fault: str, check_races: bool) -> None:
     case = MANY_PUTS if "headers" in fault else FAULT_CASE

@@ -68,7 +68,8 @@ def test_uses(body: object) -> None:
     on_ranks(2, body, Case(router=BALANCED if body is moe_bodies.state else Case().router))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("cpu_sync", (True, pytest.param(False, marks=pytest.mark.long)))
+@pytest.mark.long
+@pytest.mark.parametrize("cpu_sync", (True, False))
 def test_compiled_for_every_count(cpu_sync: bool) -> None:
     # torch.compile specialises dimensions of 0 and 1.
     on_ranks(2, moe_bodies.compiled, Case(shared=16, cpu_sync=cpu_sync, tokens=((5, 3), (2, 8), (7, 4))))

@@ -38,6 +38,7 @@ def test_errors() -> None:
     on_ranks(2, ep_bodies.errors)
 
 
+@pytest.mark.long
 def test_opcheck() -> None:
     on_ranks(2, ep_bodies.opcheck)
 

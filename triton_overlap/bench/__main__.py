@@ -104,7 +104,7 @@ SMOKE: dict[str, dict[str, Any]] = {
         "channels_per_sm": 1,
         "rounds": 1,
         "warmup": 0,
-        "repetitions": 2,
+        "repetitions": 1,
     },
     "tune": {"size": [32, 16], "tokens": [8], "rounds": 1, "warmup": 1, "max_seconds": 60.0},
 }
