@@ -20,7 +20,6 @@ from triton_overlap.kernels.ep_reduce import wait_batches as right_wait_batches
 from triton_overlap.kernels.ep_send import map_token as right_map_token
 from triton_overlap.kernels.ep_slots import (
     BATCH_SIGNALS,
-    HELLO_SIGNALS,
     STAGING,
     base_ptr,
     data_signal,
@@ -82,7 +81,7 @@ def no_wait(buffer_ptr, ep_ptr, epoch, operation):
 @triton.jit
 def no_hearing(buffer_ptr, ep_ptr, source_out, epoch, operation, header):
     """Nor one in the program that announces the call."""
-    base = base_ptr(ep_ptr, tl.load(ep_ptr + HELLO_SIGNALS) + source_out * 8)
+    base = base_ptr(ep_ptr, ep_entry.hello_signal(ep_ptr, epoch, source_out))
     tl.store(base, tl.load(base) + 1)
     return tl.full((), 1, tl.int32)
 

@@ -87,7 +87,8 @@ def check_signals(buffer_ptr, ep_ptr, epoch, operation):
     """Report a signal that has counted more than was put, of a network that signals twice. Returns 1, or 0 after that.
 
     For the last program of a call, and the first of the next before it tells anybody: nobody puts anything here in
-    between but hellos of peers that have gone ahead, one each. Every other signal then stands exactly at its base.
+    between but hellos of peers that have gone ahead, one of a parity each. Every other signal then stands exactly at
+    its base.
     """
     rank = tl.load(buffer_ptr + RANK).to(tl.int32)
     scale_out = number(ep_ptr, SCALE_OUT)
@@ -103,7 +104,7 @@ def check_signals(buffer_ptr, ep_ptr, epoch, operation):
         zero = tl.zeros((SIGNAL_LANES,), tl.int64)
         seen = tl.atomic_add(signals_ptr + lane, zero, mask=mask, sem="relaxed", scope="sys")
         base = tl.load(bases_ptr + lane, mask=mask, other=0)
-        over = mask & (seen > base + tl.where(lane < scale_out, 1, 0))
+        over = mask & (seen > base + tl.where(lane < 2 * scale_out, 1, 0))
         index = tl.min(tl.where(over, lane, 0x7FFFFFFF))
         if (ok == 1) & (index < count):
             at = lane == index
@@ -141,7 +142,7 @@ def enter_call(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, counts, PUT: t
             sent_ptr = routing_ptr + tl.load(ep_ptr + SENT_COUNTS) + first
             tag_counts(sent_ptr, out_ptr + HEADER_WORDS, scale_up * count_words, epoch)
             num_bytes = hello_words.to(tl.int64) * 8
-        signal = tl.load(ep_ptr + HELLO_SIGNALS) + own_out.to(tl.int64) * 8
+        signal = hello_signal(ep_ptr, epoch, own_out)
         PUT(buffer_ptr, peer_out * scale_up + own_up, out, into, num_bytes, signal)
     ok = tl.full((), 1, tl.int32)
     for step in range(1, scale_out):
@@ -170,13 +171,24 @@ def tag_counts(source_ptr, target_ptr, count, epoch):
 
 
 @triton.jit
+def hello_signal(ep_ptr, epoch, source_out):
+    """Byte offset of the signal of ``source_out``'s hello for ``epoch``.
+
+    One for each parity: a peer that has heard of all ranks may end the call and put its next hello, while the last one
+    is still under way. Unordered puts that shared a signal could then stand for each other. It is never two calls
+    ahead: for that it needs this rank's hello of the next call.
+    """
+    return tl.load(ep_ptr + HELLO_SIGNALS) + ((epoch & 1) * number(ep_ptr, SCALE_OUT) + source_out).to(tl.int64) * 8
+
+
+@triton.jit
 def _hear(buffer_ptr, ep_ptr, source_out, epoch, operation, header):
     """Wait until the peer in ``source_out`` is in this call, and compare its header."""
     rank = tl.load(buffer_ptr + RANK).to(tl.int32)
     scale_out, scale_up = number(ep_ptr, SCALE_OUT), number(ep_ptr, SCALE_UP)
     peer = source_out * scale_up + rank % scale_up
-    signal = tl.load(ep_ptr + HELLO_SIGNALS) + source_out.to(tl.int64) * 8
-    # One addition a call, so the base moves on by one, here: nobody else reads it.
+    signal = hello_signal(ep_ptr, epoch, source_out)
+    # One addition every other call, so the base moves on by one, here: nobody else reads it.
     base = base_ptr(ep_ptr, signal)
     target = tl.load(base) + 1
     ok = wait_signal(
@@ -185,7 +197,7 @@ def _hear(buffer_ptr, ep_ptr, source_out, epoch, operation, header):
     tl.store(base, target)
     counted = tl.atomic_add(words_at(buffer_ptr, rank, signal), 0, sem="relaxed", scope="sys")
     if (ok == 1) & (counted > target):
-        # Its next hello comes after this rank has entered, and put its part of this call.
+        # Its next hello here comes two calls on, after this rank has entered the call between.
         fail(buffer_ptr, SURPLUS, operation, AT_SIGNAL, peer, epoch, source_out, target, counted)
         ok = tl.full((), 0, tl.int32)
     if ok == 1:

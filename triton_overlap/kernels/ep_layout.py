@@ -64,7 +64,7 @@ class EpWord(IntEnum):
     STAGING = auto()
     INCOMING = auto()
     ROWS = auto()
-    HELLO_SIGNALS = auto()  # int64 [S]: calls that the scale-out rank has entered
+    HELLO_SIGNALS = auto()  # int64 [2, S]: calls of each parity that the scale-out rank has entered
     DATA_SIGNALS = auto()  # int64: puts of each part
     BATCH_SIGNALS = auto()  # int64 [C]: batches of a combine
     PUSH_SIGNALS = auto()  # int64 [S]: rows pushed here by scale-up peers in combines
@@ -181,7 +181,7 @@ class EpLayout:
     @property
     def num_signals(self) -> int:
         channels = self.geometry.num_channels
-        return 2 * self.num_scale_out + channels + self.num_data_signals + self.num_tail_signals + self.num_scale_up
+        return 3 * self.num_scale_out + channels + self.num_data_signals + self.num_tail_signals + self.num_scale_up
 
     @property
     def num_tail_signals(self) -> int:
@@ -300,9 +300,9 @@ class EpLayout:
             EpWord.SCALE_OFFSET: self.scale_offset,
             EpWord.ROW_OFFSET: self.row_offset,
             EpWord.HELLO_SIGNALS: signals,
-            EpWord.PUSH_SIGNALS: signals + 8 * self.num_scale_out,
-            EpWord.BATCH_SIGNALS: signals + 16 * self.num_scale_out,
-            EpWord.DATA_SIGNALS: signals + 16 * self.num_scale_out + 8 * self.geometry.num_channels,
+            EpWord.PUSH_SIGNALS: signals + 16 * self.num_scale_out,
+            EpWord.BATCH_SIGNALS: signals + 24 * self.num_scale_out,
+            EpWord.DATA_SIGNALS: signals + 24 * self.num_scale_out + 8 * self.geometry.num_channels,
             EpWord.TAIL_SIGNALS: signals + 8 * (self.num_signals - self.num_scale_up - self.num_tail_signals),
             EpWord.ARRIVAL_SIGNALS: signals + 8 * (self.num_signals - self.num_scale_up),
             EpWord.BASES: bases,

@@ -122,7 +122,7 @@ def ep_unpack_kernel(
     if call_failed(buffer_ptr):
         rows = rows * 0
         if tl.program_id(0) == 0:
-            _fill_ones(x_ptr, (capacity * row_words).to(tl.int64))
+            _fill_ones(x_ptr, capacity.to(tl.int64) * row_words)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         source = tl.sum((ends <= row).to(tl.int32))
         position = row - tl.load(prefix_ptr + source)
