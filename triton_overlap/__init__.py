@@ -26,6 +26,7 @@ from .errors import (
     CommSignalError,
     CommTimeoutError,
     GroupBrokenError,
+    RoutingError,
     TritonOverlapError,
 )
 from .expert_buffer import EpHandle, ExpertBuffer
@@ -85,6 +86,7 @@ __all__ = [
     "GroupBrokenError",
     "Method",
     "Problem",
+    "RoutingError",
     "Table",
     "TritonOverlapError",
     "UserBuffer",

@@ -9,6 +9,7 @@ TritonOverlapError
 │   ├── CommMismatchError                ranks called with another T or another operation
 │   ├── CommSignalError                  a signal counted more than was sent: a network broke its promise
 │   ├── ActiveCountError (ValueError)    a token count on the device breaks a rule
+│   ├── RoutingError (ValueError)        the handle of a failed dispatch was used
 │   └── GroupBrokenError                 a call on a group that an earlier failure broke
 └── SimulationError (RuntimeError)       found by the simulator
     ├── DeadlockError                    no task can make progress; lists every wait
@@ -42,7 +43,7 @@ class FailureRecord:
     """What a kernel wrote when it gave up: who waited for whom, and for what.
 
     Attributes:
-        kind: ``"timeout"``, ``"mismatch"``, ``"count"`` or ``"surplus"``.
+        kind: ``"timeout"``, ``"mismatch"``, ``"count"``, ``"surplus"`` or ``"routing"``.
         operation: name of the operation, such as ``"all_gather_matmul"``.
         rank: the rank that gave up first.
         peer: the rank it waited for, or whose header did not match.
@@ -91,7 +92,7 @@ class CommTimeoutError(CommError, TimeoutError):
 
 
 class CommMismatchError(CommError):
-    """Ranks disagree on the token count or on the operation of one call."""
+    """Ranks disagree on the token count, the operation or the routing of one call."""
 
 
 class CommSignalError(CommError):
@@ -100,6 +101,10 @@ class CommSignalError(CommError):
 
 class ActiveCountError(CommError, ValueError):
     """A token count that a call read on the device is not one the call can have."""
+
+
+class RoutingError(CommError, ValueError):
+    """A call was given the handle of an expert-parallel dispatch that failed."""
 
 
 class GroupBrokenError(CommError):

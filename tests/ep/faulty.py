@@ -73,7 +73,7 @@ def base_at_entry(
 
 
 @triton.jit
-def no_wait(buffer_ptr, ep_ptr, epoch, operation):
+def no_wait(buffer_ptr, ep_ptr, epoch, routed, operation):
     """No entry barrier."""
     return tl.full((), 1, tl.int32)
 

@@ -43,7 +43,6 @@ PEERS = tl.constexpr(int(TableWord.PEERS))
 TASK = tl.constexpr(int(StateWord.TASK))
 DONE = tl.constexpr(int(StateWord.DONE))
 EPOCH = tl.constexpr(int(StateWord.EPOCH))
-FAILED = tl.constexpr(int(StateWord.FAILED))
 HEADER_WORDS = tl.constexpr(_HEADER_WORDS)
 RECORD_WORDS = tl.constexpr(_RECORD_WORDS)
 
@@ -59,6 +58,7 @@ TIMEOUT = tl.constexpr(int(Failure.TIMEOUT))
 MISMATCH = tl.constexpr(int(Failure.MISMATCH))
 BAD_COUNT = tl.constexpr(int(Failure.COUNT))
 SURPLUS = tl.constexpr(int(Failure.SURPLUS))
+BAD_ROUTING = tl.constexpr(int(Failure.ROUTING))
 AT_HEADER = tl.constexpr(int(Place.HEADER))
 AT_DATA = tl.constexpr(int(Place.DATA_FLAG))
 AT_STAGING = tl.constexpr(int(Place.STAGED_TILE))
@@ -67,6 +67,7 @@ AT_PARTS = tl.constexpr(int(Place.PARTS_OF_CHANNEL))
 AT_COUNT = tl.constexpr(int(Place.ACTIVE_COUNT))
 AT_COUNTS = tl.constexpr(int(Place.COUNTS))
 AT_FORWARDED = tl.constexpr(int(Place.FORWARDED_ROWS))
+AT_ROUTING = tl.constexpr(int(Place.ROUTING))
 
 
 @triton.jit

@@ -63,7 +63,6 @@ class StateWord(IntEnum):
     TASK = 0  # next task to hand out; back to 0 when the call ends
     DONE = 1  # programs that have finished; back to 0 when the call ends
     EPOCH = 2  # of the next call, for buffers whose epochs live on the device
-    FAILED = 3  # 1 where the last call failed, for expert buffers
 
 
 class Failure(IntEnum):
@@ -73,6 +72,7 @@ class Failure(IntEnum):
     MISMATCH = 2
     COUNT = 3
     SURPLUS = 4
+    ROUTING = 5
 
 
 class Place(IntEnum):
@@ -87,6 +87,7 @@ class Place(IntEnum):
     COUNTS = 7
     #: What a peer sends on once it has received something itself.
     FORWARDED_ROWS = 8
+    ROUTING = 9
 
 
 def _aligned(num_bytes: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 
 import torch
 
@@ -13,6 +13,7 @@ from ..errors import (
     CommSignalError,
     CommTimeoutError,
     FailureRecord,
+    RoutingError,
 )
 from .layout import RECORD_WORDS, Failure, Place
 
@@ -27,6 +28,17 @@ class Operation(IntEnum):
     EP_DISPATCH = 5
     EP_CACHED_DISPATCH = 6
     EP_COMBINE = 7
+
+
+class EpForm(IntFlag):
+    """What the ranks of an expert-parallel call must agree on beside operation, dtype and routing, bit by bit."""
+
+    WITH_WEIGHTS = 1
+    #: Partial results come back one for each rank, or one for each expert, that made some; else one sum.
+    BY_RANK = 2
+    BY_EXPERT = 4
+    #: The rows of a combine are the weights of received tokens.
+    OF_WEIGHTS = 8
 
 
 #: The order is what peers are sent.
@@ -44,6 +56,7 @@ METHODS = (
 )
 _HEADER_FIELDS = ("operation", "T", "N", "K")
 _LOW_32 = (1 << 32) - 1
+_ROUTING = "the routing of the dispatch in epoch "
 
 
 def operation_code(
@@ -65,12 +78,25 @@ def operation_code(
     return code
 
 
+def ep_operation_code(operation: Operation, dtype: torch.dtype, form: EpForm) -> int:
+    """The operation word of an expert-parallel call's header."""
+    return operation_code(operation, dtype) | int(form) << 16
+
+
+def is_expert_parallel(code: int) -> bool:
+    """Whether the operation word is of an expert-parallel call."""
+    return code & 0xFF in (Operation.EP_DISPATCH, Operation.EP_CACHED_DISPATCH, Operation.EP_COMBINE)
+
+
 def describe_operation(code: int) -> str:
-    """``operation_code`` read back, for messages."""
+    """``operation_code`` or ``ep_operation_code`` read back, for messages."""
     operation, dtype, method, tile = code & 0xFF, code >> 8 & 0xFF, code >> 16 & 0xFF, code >> 24
     try:
         name = Operation(operation).name.lower()
         text = f"{name} in {str(_DTYPES[dtype - 1]).removeprefix('torch.')}"
+        if is_expert_parallel(code):
+            forms = [form.name.lower().replace("_", " ") for form in EpForm if form & method and form.name]
+            return ", ".join([text, *forms])
         # The products have a choice of methods; what is always done in the same way needs no word for it.
         text = f"{text}, method {METHODS[method]}" if method or "matmul" in name else text
         return f"{text}, tiles of {8 << (tile & 7)} x {8 << (tile >> 3)}" if tile else text
@@ -86,12 +112,17 @@ def decode_record(words: list[int], reported_by: int, world_size: int) -> Failur
     place = Place(head >> 40 & 0xFF).name.lower().replace("_", " ")
     expected_text, seen_text = f"epoch {expected}", f"epoch {seen}"
     if place == "header":
+        expert_parallel = is_expert_parallel(head >> 8)
         if kind == "timeout":
-            expected_text = f"the header of this call with T = {(expected & _LOW_32) * world_size}"
+            expected_text = "the header of this call"
+            if not expert_parallel:
+                expected_text += f" with T = {(expected & _LOW_32) * world_size}"
             seen_text = f"nothing newer than epoch {seen >> 32}" if seen else "nothing"
         elif _HEADER_FIELDS[index] == "operation":
             expected_text = describe_operation(expected & _LOW_32)
             seen_text = describe_operation(seen & _LOW_32)
+        elif expert_parallel:
+            expected_text, seen_text = (f"{_ROUTING}{value & _LOW_32}" for value in (expected, seen))
         else:
             expected_text, seen_text = (
                 _describe_size(_HEADER_FIELDS[index], value & _LOW_32, world_size) for value in (expected, seen)
@@ -103,6 +134,8 @@ def decode_record(words: list[int], reported_by: int, world_size: int) -> Failur
         expected_text, seen_text = f"{expected} puts and pushes", f"{seen}"
     elif place == "parts of channel":
         expected_text, seen_text = "further sub-parts", f"the headers of {expected} and the signals of {seen}"
+    elif place == "routing":
+        expected_text, seen_text = "that of a dispatch that went well", "that of one that failed"
     elif place == "counts":
         expected_text, seen_text = f"those of epoch {expected}", f"some of epoch {seen}"
     return FailureRecord(
@@ -135,6 +168,8 @@ def error_for(record: FailureRecord, rank: int) -> CommError:
                 "every rank must pass the same number of rows (packing.pad_packed makes T divisible by the ranks); "
                 + remedy
             )
+        elif record.expected.startswith(_ROUTING):
+            remedy = "every rank must pass the handle of the same dispatch; " + remedy
         return CommMismatchError(
             f"{record.operation}: ranks disagree in epoch {record.epoch}: rank {record.rank} called with "
             f"{record.expected}, rank {record.peer} with {record.seen}{told}; {remedy}",
@@ -144,6 +179,12 @@ def error_for(record: FailureRecord, rank: int) -> CommError:
         return ActiveCountError(
             f"{record.operation}: rank {record.rank} read {record.seen} on its device in epoch {record.epoch}, "
             f"allowed: {record.expected}{told}; write an allowed count to active_tokens; {remedy}",
+            record,
+        )
+    if record.kind == "routing":
+        return RoutingError(
+            f"{record.operation}: rank {record.rank} used the handle of a dispatch that failed, in epoch "
+            f"{record.epoch}{told}; {remedy}, then dispatch again and use the new handle",
             record,
         )
     if record.kind == "surplus":

@@ -23,7 +23,7 @@ import torch
 from ..comm.backend import SymmetricMemory
 from ..comm.group import Group, check_timeout
 from ..comm.network import check_requirements, create_network
-from ..comm.signals import Operation, operation_code
+from ..comm.signals import EpForm, Operation, ep_operation_code
 from ..errors import ClosedError
 from ..kernels import ep_combine, ep_dispatch, ep_route, ep_unpack
 from ..kernels.ep_dispatch import Payload
@@ -302,9 +302,9 @@ class ExpertBuffer:
                     self,
                     found.routing,
                     replace(payload, topk_idx=found.topk_idx),
-                    operation=operation_code(kind, rows.dtype),
+                    operation=ep_operation_code(kind, rows.dtype, self._agreed_form(expand, topk_weights)),
                     counts=handle is None,
-                    partials=Partials.of(separate=self.layout.separate, expand=expand),
+                    partials=self._partials(expand),
                 )
             if counts:
                 found = self._with_counts(found)
@@ -415,6 +415,9 @@ class ExpertBuffer:
         biases: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
         out = torch.empty(handle.topk_idx.shape[0], y.shape[1], dtype=y.dtype, device=y.device)
+        agreed = self._agreed_form(handle.expand, weights)
+        if form == "weights":
+            agreed |= EpForm.OF_WEIGHTS
         with self._call():
             ep_combine.launch(
                 self,
@@ -423,11 +426,20 @@ class ExpertBuffer:
                 weights,
                 tuple(bias.contiguous() for bias in biases),
                 out,
-                operation=operation_code(Operation.EP_COMBINE, y.dtype),
+                operation=ep_operation_code(Operation.EP_COMBINE, y.dtype, agreed),
                 expand=handle.expand,
                 form=form,
             )
         return out
+
+    def _partials(self, expand: bool) -> Partials:
+        return Partials.of(separate=self.layout.separate, expand=expand)
+
+    def _agreed_form(self, expand: bool, weights: torch.Tensor | None) -> EpForm:
+        """What the other ranks must do alike in a call. Where partial results are summed before they are sent, each
+        rank may group its rows as it likes."""
+        form = {Partials.BY_RANK: EpForm.BY_RANK, Partials.BY_EXPERT: EpForm.BY_EXPERT}.get(self._partials(expand))
+        return (form or EpForm(0)) | (EpForm(0) if weights is None else EpForm.WITH_WEIGHTS)
 
     # ---- rules
 

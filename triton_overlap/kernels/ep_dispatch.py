@@ -38,6 +38,7 @@ from .ep_slots import (
     CHANNELS,
     COUNT_LANES,
     COUNTS,
+    DISPATCH_EPOCH,
     EXPERT_COUNTS,
     EXPERTS,
     PREFIX,
@@ -80,6 +81,25 @@ def add_counts(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, RANK_LANES: tl
         fail(buffer_ptr, SURPLUS, operation, AT_COUNTS, tl.min(late), epoch, tl.min(late), epoch, epoch - 2)
         ok = tl.full((), 0, tl.int32)
     return ok
+
+
+@triton.jit
+def settle_routing(ep_ptr, routing_ptr, epoch, counts, last, RANK_LANES: tl.constexpr):
+    """In the last program, for which ``settle_call`` returned ``last``: note which call made the routing; none after a
+    failure, which may have left it half written, so that nobody follows it: it then has no row either."""
+    dispatched_ptr = routing_ptr + tl.load(ep_ptr + DISPATCH_EPOCH)
+    if last == 2:
+        tl.store(dispatched_ptr, 0)
+        source = tl.arange(0, RANK_LANES)
+        mask = source < number(ep_ptr, SCALE_OUT) * number(ep_ptr, SCALE_UP)
+        zero = tl.zeros((RANK_LANES,), tl.int32)
+        prefix_ptr = routing_ptr + tl.load(ep_ptr + PREFIX)
+        tl.store(prefix_ptr, 0)
+        tl.store(prefix_ptr + 1 + source, zero, mask=mask)
+        for expert in range(number(ep_ptr, EXPERTS)):
+            tl.store(routing_ptr + tl.load(ep_ptr + EXPERT_COUNTS) + expert, 0)
+    elif (last == 1) & (counts != 0):
+        tl.store(dispatched_ptr, epoch)
 
 
 @triton.jit
@@ -146,7 +166,8 @@ def ep_dispatch_kernel(
         task = claim_task(buffer_ptr)
     # Nothing is left to be checked: whoever got here has the headers that it needs, or failed.
     last_program = close_call(buffer_ptr, ok, scale_out * scale_up, epoch, 0, 0, 0, operation)
-    settle_call(buffer_ptr, ep_ptr, epoch, operation, last_program)
+    last_program = settle_call(buffer_ptr, ep_ptr, epoch, operation, last_program)
+    settle_routing(ep_ptr, routing_ptr, epoch, counts, last_program, RANK_LANES)
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ import triton
 import triton.language as tl
 
 from ..comm.device import (
+    AT_ROUTING,
     AT_SIGNAL,
-    FAILED,
+    BAD_ROUTING,
     HEADER_WORDS,
     RANK,
-    STATE,
     SURPLUS,
     advance_epoch,
     claim_task,
@@ -24,6 +24,7 @@ from .ep_slots import (
     ARRIVAL_SIGNALS,
     COUNT_LANES,
     COUNTS,
+    DISPATCH_EPOCH,
     EXPERTS,
     HELLO_IN,
     HELLO_OUT,
@@ -45,41 +46,48 @@ SIGNAL_LANES = tl.constexpr(256)
 def open_expert_call(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, counts, tasks, PUT: tl.constexpr):
     """Every program's way into a call of ``tasks`` tasks. Returns ok, and the first task after 0 that it claimed.
 
-    Whoever claims task 0 tells every rank that this one is in the call; a program that has found work waits until all
-    ranks are.
+    Whoever claims task 0 tells every rank that this one is in the call, and with which routing; a program that has
+    found work waits until all ranks are.
     """
     ok = tl.full((), 1, tl.int32)
+    # A call that counts makes the routing, and writes its epoch there when every program has come this far.
+    routed = epoch
+    if counts == 0:
+        routed = tl.load(routing_ptr + tl.load(ep_ptr + DISPATCH_EPOCH))
     task = claim_task(buffer_ptr)
     if task == 0:
-        if failure_noticed(buffer_ptr) == 0:
-            ok = check_signals(buffer_ptr, ep_ptr, epoch, operation)
-            if ok == 1:
-                ok = enter_call(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, counts, PUT)
-        else:
-            ok = tl.full((), 0, tl.int32)
+        ok = check_entry(buffer_ptr, ep_ptr, epoch, routed, operation)
+        if ok == 1:
+            ok = enter_call(buffer_ptr, ep_ptr, routing_ptr, epoch, routed, operation, counts, PUT)
         task = claim_task(buffer_ptr)
     if (ok == 1) & (task < tasks):
-        ok = wait_entered(buffer_ptr, ep_ptr, epoch, operation)
+        ok = wait_entered(buffer_ptr, ep_ptr, epoch, routed, operation)
     return ok, task
 
 
 @triton.jit
+def check_entry(buffer_ptr, ep_ptr, epoch, routed, operation):
+    """What must hold before any rank is told of a call: 1, or 0 after a failure."""
+    ok = tl.full((), 1, tl.int32)
+    if failure_noticed(buffer_ptr) != 0:
+        ok = tl.full((), 0, tl.int32)
+    elif routed == 0:
+        fail(buffer_ptr, BAD_ROUTING, operation, AT_ROUTING, tl.load(buffer_ptr + RANK), epoch, 0, 0, 0)
+        ok = tl.full((), 0, tl.int32)
+    else:
+        ok = check_signals(buffer_ptr, ep_ptr, epoch, operation)
+    return ok
+
+
+@triton.jit
 def settle_call(buffer_ptr, ep_ptr, epoch, operation, last):
-    """After ``close_call``, which returned ``last``: the last program looks at the signals, and notes for later kernels
-    whether the call failed. Returns ``last``, or 2 where signals are wrong."""
+    """After ``close_call``, which returned ``last``: the last program looks at the signals. Returns ``last``, or 2
+    where signals are wrong."""
     if last == 1:
         last = 2 - check_signals(buffer_ptr, ep_ptr, epoch, operation)
     if last != 0:
         advance_epoch(buffer_ptr, epoch)
-        tl.store(tl.load(buffer_ptr + STATE).to(tl.pointer_type(tl.int32)) + FAILED, (last == 2).to(tl.int32))
     return last
-
-
-@triton.jit
-def call_failed(buffer_ptr):
-    """Whether the last call failed: the same for all programs of a launch, as notices of failures are not. What a peer
-    reports later, in a call that this rank has not entered, does not touch the rows of this one."""
-    return tl.load(tl.load(buffer_ptr + STATE).to(tl.pointer_type(tl.int32)) + FAILED) != 0
 
 
 @triton.jit
@@ -115,7 +123,7 @@ def check_signals(buffer_ptr, ep_ptr, epoch, operation):
 
 
 @triton.jit
-def enter_call(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, counts, PUT: tl.constexpr):
+def enter_call(buffer_ptr, ep_ptr, routing_ptr, epoch, routed, operation, counts, PUT: tl.constexpr):
     """The first task of a call: tell every rank that this one is in it, and pass on what scale-out peers say.
 
     First the scale-out peers of the same scale-up index, by one put each; then, after theirs have come, the scale-up
@@ -129,7 +137,7 @@ def enter_call(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, counts, PUT: t
     hello_words = scale_up * count_words + HEADER_WORDS
     parity = epoch & 1
     lane = tl.arange(0, HEADER_WORDS)
-    header = header_words(epoch, 0, 0, 0, operation)
+    header = header_words(epoch, routed, 0, 0, operation)
     for step in range(1, scale_out):
         peer_out = (own_out + step) % scale_out
         out = tl.load(ep_ptr + HELLO_OUT) + (parity * scale_out + peer_out).to(tl.int64) * hello_words * 8
@@ -155,7 +163,7 @@ def enter_call(buffer_ptr, ep_ptr, routing_ptr, epoch, operation, counts, PUT: t
             if counts != 0:
                 _relay(buffer_ptr, ep_ptr, routing_ptr, peer, peer_up, epoch, count_words, hello_words)
             tl.debug_barrier()
-            send_header(buffer_ptr, peer, epoch, 0, 0, 0, operation)
+            send_header(buffer_ptr, peer, epoch, routed, 0, 0, operation)
     return ok
 
 
@@ -228,15 +236,15 @@ def _relay(buffer_ptr, ep_ptr, routing_ptr, peer, peer_up, epoch, count_words, h
 
 
 @triton.jit
-def wait_entered(buffer_ptr, ep_ptr, epoch, operation):
-    """Wait until every rank is in this call. Returns 1, or 0 after a failure."""
+def wait_entered(buffer_ptr, ep_ptr, epoch, routed, operation):
+    """Wait until every rank is in this call, with the same routing. Returns 1, or 0 after a failure."""
     rank = tl.load(buffer_ptr + RANK).to(tl.int32)
     scale_up = number(ep_ptr, SCALE_UP)
     first = rank // scale_up * scale_up
     ok = tl.full((), 1, tl.int32)
     for step in range(scale_up):
         if ok == 1:
-            ok = wait_header(buffer_ptr, first + (rank + step) % scale_up, epoch, 0, 0, 0, operation)
+            ok = wait_header(buffer_ptr, first + (rank + step) % scale_up, epoch, routed, 0, 0, operation)
     # The headers were acquired by lanes; what came before them is for every thread.
     tl.debug_barrier()
     return ok

@@ -83,6 +83,7 @@ class EpWord(IntEnum):
     FORWARDED_ROWS = auto()
     PREFIX = auto()
     EXPERT_COUNTS = auto()
+    DISPATCH_EPOCH = auto()
     ORIGINS = auto()
     FIRST_K = auto()
     EXPANDED = auto()
@@ -248,6 +249,9 @@ class EpLayout:
         forwarded_rows    [S, C]            rows that they were forwarded as
         prefix            [W + 1]           first received row of each source rank
         expert_counts     [experts]         received rows for each local expert
+        dispatch_epoch    [1]               the call that counted, the same on all ranks: ranks tell by it that they
+                                            use one routing. 0 after a failed dispatch, which may have left anything
+                                            in the rest; prefix and expert_counts are then 0 as well
         origins           [W * max_tokens]  source rank * max_tokens + token index of each received row
         first_k           [W * max_tokens]  first k of each received row that is an expert here
         expanded          [W * max_tokens, K]  row for each received row and k among rows grouped by expert, or -1
@@ -264,6 +268,7 @@ class EpLayout:
             "forwarded_rows": (s, channels),
             "prefix": (w + 1,),
             "expert_counts": (self.experts_per_rank,),
+            "dispatch_epoch": (1,),
             "origins": (w * m,),
             "first_k": (w * m,),
             "expanded": (w * m, self.topk),

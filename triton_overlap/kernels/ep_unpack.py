@@ -22,11 +22,11 @@ import triton
 import triton.language as tl
 
 from ..comm.device import INTERPRETED, RANK
-from .ep_entry import call_failed
 from .ep_layout import FIXED_WORDS as _FIXED_WORDS
 from .ep_slots import (
     COPY_WORDS,
     COUNT_LANES,
+    DISPATCH_EPOCH,
     EXPANDED,
     EXPERT_COUNTS,
     EXPERTS,
@@ -99,30 +99,38 @@ def _unpack_row(ep_ptr, routing_ptr, x_ptr, scales_ptr, slot_ptr, row, row_words
 
 
 @triton.jit
-def _fill_ones(x_ptr, words):
-    """All bits set: NaN in every dtype that rows have."""
+def _fill_ones(words_ptr, rows, columns):
+    """All bits set: NaN in every dtype that rows, scale factors and weights have, and -1 for an expert."""
     lane = tl.arange(0, COPY_WORDS).to(tl.int64)
-    for start in range(0, words, COPY_WORDS):
-        tl.store(x_ptr + start + lane, tl.full((COPY_WORDS,), -1, tl.int64), mask=start + lane < words)
+    count = rows.to(tl.int64) * columns
+    ones = tl.full((COPY_WORDS,), -1, words_ptr.dtype.element_ty)
+    for start in range(0, count, COPY_WORDS):
+        tl.store(words_ptr + start + lane, ones, mask=start + lane < count)
 
 
-@triton.jit(do_not_specialize=["capacity", "row_words", "scale_words"])
+@triton.jit(do_not_specialize=["num_rows", "capacity", "row_words", "scale_words"])
 def ep_unpack_kernel(
     buffer_ptr, ep_ptr, routing_ptr, x_ptr, scales_ptr, idx_ptr, weights_ptr,
-    capacity, row_words, scale_words,
+    num_rows, capacity, row_words, scale_words,  # rows of idx and weights, of x and scales
     META: tl.constexpr, ROW: tl.constexpr, EXPAND: tl.constexpr, K_LANES: tl.constexpr, RANK_LANES: tl.constexpr,
 ):  # fmt: skip
-    """Programs take rows in turn; nobody waits. After a failed call x is NaN."""
+    """Programs take rows in turn; nobody waits. After a failed call, whose routing has no row, everything is NaN, and
+    no expert is here."""
     rank = tl.load(buffer_ptr + RANK).to(tl.int32)
     world_size = number(ep_ptr, SCALE_OUT) * number(ep_ptr, SCALE_UP)
     prefix_ptr = routing_ptr + tl.load(ep_ptr + PREFIX)
     lane = tl.arange(0, RANK_LANES)
     ends = tl.load(prefix_ptr + 1 + lane, mask=lane < world_size, other=0x7FFFFFFF)
     rows = tl.load(prefix_ptr + world_size)
-    if call_failed(buffer_ptr):
-        rows = rows * 0
-        if tl.program_id(0) == 0:
-            _fill_ones(x_ptr, capacity.to(tl.int64) * row_words)
+    if (tl.load(routing_ptr + tl.load(ep_ptr + DISPATCH_EPOCH)) == 0) & (tl.program_id(0) == 0):
+        if META:
+            _fill_ones(idx_ptr, num_rows, number(ep_ptr, TOPK))
+            if weights_ptr is not None:
+                _fill_ones(weights_ptr.to(tl.pointer_type(tl.int32)), num_rows, number(ep_ptr, TOPK))
+        if ROW:
+            _fill_ones(x_ptr, capacity, row_words)
+            if scales_ptr is not None:
+                _fill_ones(scales_ptr, capacity, scale_words)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         source = tl.sum((ends <= row).to(tl.int32))
         position = row - tl.load(prefix_ptr + source)
@@ -190,6 +198,7 @@ def launch(buffer: Any, routing: torch.Tensor, out: Received, *, expand: bool, a
         "scales_ptr": None if out.scales is None else out.scales.view(torch.int32),
         "idx_ptr": out.topk_idx,
         "weights_ptr": out.topk_weights,
+        "num_rows": out.topk_idx.shape[0],
         "capacity": out.x.shape[0],
         "row_words": out.x.shape[1] * out.x.element_size() // 8,
         "scale_words": 0 if out.scales is None else out.scales.shape[1],

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from ..comm.device import INTERPRETED
-from .ep_entry import call_failed
 from .ep_slots import EXPANDED, PREFIX, SCALE_OUT, SCALE_UP, TOPK, number, rounded
 from .launching import launch_kernel
 
@@ -34,8 +33,6 @@ def ep_weights_gradient_kernel(
     topk = number(ep_ptr, TOPK)
     prefix_ptr = routing_ptr + tl.load(ep_ptr + PREFIX)
     rows = tl.minimum(tl.load(prefix_ptr + number(ep_ptr, SCALE_OUT) * number(ep_ptr, SCALE_UP)), capacity)
-    if call_failed(buffer_ptr):
-        rows = rows * 0  # the routing may be anything
     lane = tl.arange(0, BLOCK)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         for k in range(topk):
