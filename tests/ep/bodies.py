@@ -391,16 +391,41 @@ def errors(group: Group, case: Case) -> None:
         ("topk_weights must be float32", lambda: buffer.dispatch(x, idx, idx)),
         ("needs topk_idx or a handle", lambda: buffer.dispatch(x)),
         ("expert_alignment must be at least 1", lambda: buffer.dispatch(x, idx, expert_alignment=0)),
+        ("expert_alignment 1073741824 could make", lambda: buffer.dispatch(x, idx, expert_alignment=2**30)),
+        ("x must be a dense tensor", lambda: buffer.dispatch(x.to_sparse(), idx)),
+        ("topk_idx must be on cpu, got meta", lambda: buffer.dispatch(x, idx.to("meta"))),
+        ("needs a routing of", lambda: make_buffer(group, replace(case, max_tokens=2**31), num_sms=60)),
         ("use_fp8_dispatch=True", lambda: buffer.dispatch((x.to(torch.float8_e4m3fn), torch.zeros(2, 1)), idx)),
     ]
     for message, call in wrong:
         with pytest.raises(ValueError, match=message):
+            call()
+    unfit: list[tuple[str, Callable[[], Any]]] = [
+        ("num_topk must be of type int, got 2.0", lambda: make_buffer(group, replace(case, topk=2.0))),  # type: ignore[arg-type]
+        ("rank must be of type int, got True", lambda: make_buffer(group, replace(case, max_tokens=True))),
+        ("dtype must be of type dtype, got 'bf16'", lambda: make_buffer(group, case, dtype="bf16")),
+        ("use_fp8_dispatch must be of type bool, got 1", lambda: make_buffer(group, case, use_fp8_dispatch=1)),
+        ("num_sub_parts must be of type int", lambda: make_buffer(group, case, num_sub_parts="2")),
+        ("kernel must be of type str", lambda: make_buffer(group, case, kernel=["ordered"])),
+        ("x must be a torch.Tensor, got ndarray", lambda: buffer.dispatch(x.float().numpy(), idx)),  # type: ignore[arg-type]
+        ("x must be a tensor, or two", lambda: buffer.dispatch((x,), idx)),  # type: ignore[arg-type]
+        ("topk_idx must be a torch.Tensor, got list", lambda: buffer.dispatch(x, idx.tolist())),  # type: ignore[arg-type]
+        ("expand must be True or False, got 1", lambda: buffer.dispatch(x, idx, expand=1)),  # type: ignore[arg-type]
+        ("expert_alignment must be an int, got 2.0", lambda: buffer.dispatch(x, idx, expert_alignment=2.0)),  # type: ignore[arg-type]
+        ("handle must be the EpHandle", lambda: buffer.dispatch(x, handle="last")),  # type: ignore[arg-type]
+        ("handle must be the EpHandle", lambda: buffer.combine(x, None)),  # type: ignore[arg-type]
+    ]
+    for message, call in unfit:
+        with pytest.raises(TypeError, match=message):
             call()
     received, _, _, handle, _ = buffer.dispatch(x, idx)
     assert isinstance(received, torch.Tensor)
     for message, call in (
         ("the handle is of", lambda: other.combine(received, handle)),
         ("as it was received", lambda: buffer.combine(received[:0].new_zeros(77, case.hidden), handle)),
+        ("bias must be one of", lambda: buffer.combine(received, handle, bias=idx)),
+        ("bias must be bfloat16", lambda: buffer.combine(received, handle, bias=x[:1])),
+        ("topk_weights must be float32", lambda: buffer.combine(received, handle, x)),
         ("at most 2 biases", lambda: buffer.combine(received, handle, bias=(x, x, x))),
         ("topk_idx must be None with a handle", lambda: buffer.dispatch(x, idx, handle=handle)),
     ):

@@ -30,7 +30,15 @@ from ..kernels.ep_dispatch import Payload
 from ..kernels.ep_partials import Partials
 from .handle import EpHandle
 from .memory import EpMemory
-from .rules import check_combine, check_combine_weights, check_dispatch
+from .rules import (
+    check_alignment,
+    check_combine,
+    check_combine_weights,
+    check_dispatch,
+    check_switches,
+    listed_biases,
+    rows_and_scales,
+)
 from .settings import KERNEL_NEEDS, Settings
 from .streams import calling_stream
 
@@ -137,9 +145,10 @@ class ExpertBuffer:
         self.layout = self.settings.layout()
         self.capacity_shape = (num_max_tokens_per_rank, hidden)
         self.handle = f"expert_buffer_{next(_handles)}"
+        self._registered: EpMemory | None = EpMemory(
+            group, self.layout, self.network, self.settings.knobs, self.timeout_s
+        )
         _by_handle[self.handle] = self
-        self.closed = False
-        self._memory = self._allocate(epoch=0)
         group.adopt(self)
 
     @staticmethod
@@ -156,8 +165,16 @@ class ExpertBuffer:
         """
         return Settings.choose(world_size=world_size, **settings).layout().num_bytes
 
-    def _allocate(self, epoch: int) -> EpMemory:
-        return EpMemory(self.group, self.layout, self.network, self.settings.knobs, epoch, self.timeout_s)
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called; every call is a ``ClosedError`` then."""
+        return self._registered is None
+
+    @property
+    def _memory(self) -> EpMemory:
+        self._check_open()
+        assert self._registered is not None
+        return self._registered
 
     @property
     def epoch(self) -> int:
@@ -191,8 +208,7 @@ class ExpertBuffer:
 
     def renew(self, epoch: int) -> None:
         """Collective, for ``group.recover``: fresh memory, going on from ``epoch``."""
-        self._memory.free()
-        self._memory = self._allocate(epoch)
+        self._memory.renew(epoch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertBuffer:
         # A copied module uses the same buffer: it is memory that ranks share, not the module's state.
@@ -200,9 +216,9 @@ class ExpertBuffer:
 
     def close(self) -> None:
         """Release the memory, once no rank uses it any more (``Group.close`` sees to that). Idempotent."""
-        if not self.closed:
-            self.closed = True
-            self._memory.free()
+        if self._registered is not None:
+            self._registered.free()
+            self._registered = None
 
     @contextmanager
     def _call(self) -> Iterator[None]:
@@ -216,11 +232,7 @@ class ExpertBuffer:
 
     def most_rows(self, *, expand: bool, expert_alignment: int = 1) -> int:
         """Rows that a dispatch can receive at most: what it returns without ``cpu_sync``."""
-        layout = self.layout
-        tokens = layout.world_size * layout.max_tokens
-        if not expand:
-            return tokens
-        return tokens * layout.topk + layout.experts_per_rank * (expert_alignment - 1)
+        return self.settings.most_rows(expand=expand, expert_alignment=expert_alignment)
 
     # ---- dispatch
 
@@ -264,18 +276,20 @@ class ExpertBuffer:
             ValueError: an argument breaks a rule; nothing was sent.
             CommError: the ranks disagree, or one did not arrive in time.
         """
-        rows, scales = x if isinstance(x, tuple) else (x, None)
-        if handle is not None and topk_idx is not None:
-            raise ValueError("topk_idx must be None with a handle, which has its own")
         self._check_open()
+        check_switches(expand=expand, zero_fill=zero_fill, cpu_sync=cpu_sync, async_op=async_op)
+        rows, scales = rows_and_scales(x)
         if handle is not None:
+            if topk_idx is not None:
+                raise ValueError("topk_idx must be None with a handle, which has its own")
             self._check_handle(handle)
             topk_idx = handle.topk_idx
         if topk_idx is None:
             raise ValueError("dispatch needs topk_idx or a handle")
         payload = Payload(rows, scales, topk_idx, topk_weights)
         # On a GPU the look would wait for the device; ids out of range then match no rank, and go nowhere.
-        check_dispatch(self.settings, payload, expert_alignment, look_at_ids=self.group.backend.interpreted)
+        check_dispatch(self.settings, payload, self.group.device, look_at_ids=self.group.backend.interpreted)
+        check_alignment(self.settings, expert_alignment)
         counts = cpu_sync and (handle is None or handle.num_recv_tokens is None)
         if counts and self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(
@@ -304,7 +318,7 @@ class ExpertBuffer:
                     replace(payload, topk_idx=found.topk_idx),
                     operation=ep_operation_code(kind, rows.dtype, self._agreed_form(expand, topk_weights)),
                     counts=handle is None,
-                    partials=self._partials(expand),
+                    partials=Partials.of(separate=self.layout.separate, expand=expand),
                 )
             if counts:
                 found = self._with_counts(found)
@@ -381,15 +395,15 @@ class ExpertBuffer:
             CommError: the ranks disagree, or one did not arrive in time.
         """
         self._check_handle(handle)
-        biases = () if bias is None else (bias,) if isinstance(bias, torch.Tensor) else tuple(bias)
+        check_switches(async_op=async_op)
+        biases = listed_biases(bias)
         check_combine(self.settings, y, handle, topk_weights, biases)
         with calling_stream(self.group.backend, previous_event, async_op) as stream:
             stream.share(y, topk_weights, *biases, handle.routing)
-            weights = None if topk_weights is None else topk_weights.contiguous()
-            out = self._combined("rows", y.contiguous(), handle, weights if handle.expand else None, biases)
+            out = self._combined("rows", y, handle, topk_weights if handle.expand else None, biases)
             out_weights = None
-            if weights is not None and not handle.expand:
-                out_weights = self.combine_weights(weights, handle)
+            if topk_weights is not None and not handle.expand:
+                out_weights = self.combine_weights(topk_weights, handle)
             event = self.group.backend.record_event() if async_op else None
         stream.give(out, out_weights)
         return out, out_weights, event
@@ -404,7 +418,7 @@ class ExpertBuffer:
         self._check_handle(handle)
         check_combine_weights(self.settings, topk_weights, handle)
         # They are rows of K columns: the same kernel sums them.
-        return self._combined("weights", topk_weights.contiguous(), replace(handle, expand=False), None, ())
+        return self._combined("weights", topk_weights, replace(handle, expand=False), None, ())
 
     def _combined(
         self,
@@ -424,7 +438,7 @@ class ExpertBuffer:
                 handle.routing,
                 y,
                 weights,
-                tuple(bias.contiguous() for bias in biases),
+                biases,
                 out,
                 operation=ep_operation_code(Operation.EP_COMBINE, y.dtype, agreed),
                 expand=handle.expand,
@@ -432,14 +446,13 @@ class ExpertBuffer:
             )
         return out
 
-    def _partials(self, expand: bool) -> Partials:
-        return Partials.of(separate=self.layout.separate, expand=expand)
-
     def _agreed_form(self, expand: bool, weights: torch.Tensor | None) -> EpForm:
         """What the other ranks must do alike in a call. Where partial results are summed before they are sent, each
         rank may group its rows as it likes."""
-        form = {Partials.BY_RANK: EpForm.BY_RANK, Partials.BY_EXPERT: EpForm.BY_EXPERT}.get(self._partials(expand))
-        return (form or EpForm(0)) | (EpForm(0) if weights is None else EpForm.WITH_WEIGHTS)
+        form = EpForm(0) if weights is None else EpForm.WITH_WEIGHTS
+        if self.layout.separate:
+            form |= EpForm.BY_EXPERT if expand else EpForm.BY_RANK
+        return form
 
     # ---- rules
 
@@ -449,6 +462,8 @@ class ExpertBuffer:
 
     def _check_handle(self, handle: EpHandle) -> None:
         self._check_open()
+        if not isinstance(handle, EpHandle):
+            raise TypeError(f"handle must be the EpHandle that a dispatch returned, got {type(handle).__name__}")
         if handle.buffer is not self:
             raise ValueError(f"the handle is of {handle.buffer.handle}, not of this buffer, {self.handle}")
 

@@ -1,21 +1,64 @@
-"""What the arguments of a dispatch and of a combine must be; each broken rule is a ``ValueError`` that names it."""
+"""What the arguments of a dispatch and of a combine must be. A broken rule is a ``TypeError`` or a ``ValueError`` that
+names it, what was given and what is allowed; nothing was sent then."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..kernels.ep_dispatch import Payload
 from .handle import EpHandle
-from .settings import SCALE_COLUMNS, Settings
+from .settings import DTYPES, MOST_INT32, SCALE_COLUMNS, Settings
 
 FP8 = torch.float8_e4m3fn
 _MAX_BIASES = 2
 
 
-def check_dispatch(settings: Settings, payload: Payload, alignment: int, *, look_at_ids: bool) -> None:
+def check_switches(**switches: object) -> None:
+    """``TypeError`` for one that is no bool."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}; bool() makes it one")
+
+
+def check_alignment(settings: Settings, alignment: object) -> None:
+    """The rule of ``expert_alignment``: rows that are grouped by expert are numbered in int32."""
+    if isinstance(alignment, bool) or not isinstance(alignment, int):
+        raise TypeError(f"expert_alignment must be an int, got {alignment!r}; int() makes it one")
+    if alignment < 1:
+        raise ValueError(f"expert_alignment must be at least 1, got {alignment}")
+    rows = settings.most_rows(expand=True, expert_alignment=alignment)
+    if rows > MOST_INT32:
+        raise ValueError(
+            f"expert_alignment {alignment} could make {rows} rows of a dispatch, at most {MOST_INT32}; give less"
+        )
+
+
+def rows_and_scales(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The rows that a dispatch sends, with their scale factors where there are some."""
+    if isinstance(x, (tuple, list)):
+        if len(x) != 2:
+            raise TypeError(f"x must be a tensor, or two: fp8 rows and their scales; got {len(x)}")
+        return x[0], x[1]
+    return x, None
+
+
+def listed_biases(bias: Any) -> tuple[torch.Tensor, ...]:
+    """What a combine adds, none, one or more, one after another."""
+    if bias is None:
+        return ()
+    if isinstance(bias, torch.Tensor) or not isinstance(bias, Sequence):
+        return (bias,)
+    return tuple(bias)
+
+
+def check_dispatch(settings: Settings, payload: Payload, device: torch.device, *, look_at_ids: bool) -> None:
     """The rules of a dispatch. ``look_at_ids``: also that expert ids are in range, which waits for the device."""
     rows, scales = payload.rows, payload.scales
     dtype = FP8 if scales is not None else settings.dtype
+    _check_dense("x", rows, device)
     if rows.dtype != dtype:
         raise ValueError(f"x must be {dtype}{' with scales' if scales is not None else ''}, got {rows.dtype}")
     if rows.dim() != 2 or rows.shape[1] != settings.hidden:
@@ -27,12 +70,10 @@ def check_dispatch(settings: Settings, payload: Payload, alignment: int, *, look
         if not settings.use_fp8_dispatch:
             raise ValueError("scales need a buffer with use_fp8_dispatch=True")
         columns = -(-settings.hidden // SCALE_COLUMNS)
-        _check_tensor("scales", scales, torch.float32, (tokens, columns))
-    _check_tensor("topk_idx", payload.topk_idx, torch.int64, (tokens, settings.num_topk))
+        _check_tensor("scales", scales, torch.float32, (tokens, columns), device)
+    _check_tensor("topk_idx", payload.topk_idx, torch.int64, (tokens, settings.num_topk), device)
     if payload.topk_weights is not None:
-        _check_tensor("topk_weights", payload.topk_weights, torch.float32, (tokens, settings.num_topk))
-    if alignment < 1:
-        raise ValueError(f"expert_alignment must be at least 1, got {alignment}")
+        _check_tensor("topk_weights", payload.topk_weights, torch.float32, (tokens, settings.num_topk), device)
     if look_at_ids and tokens:
         lowest, highest = int(payload.topk_idx.min()), int(payload.topk_idx.max())
         if lowest < -1 or highest >= settings.num_experts:
@@ -47,7 +88,8 @@ def check_combine(
     biases: tuple[torch.Tensor, ...],
 ) -> None:
     """The rules of a combine."""
-    tokens = handle.topk_idx.shape[0]
+    tokens, device = handle.topk_idx.shape[0], handle.topk_idx.device
+    _check_dense("y", y, device)
     if y.dtype != settings.dtype:
         raise ValueError(f"y must be {settings.dtype}, got {y.dtype}")
     expected = handle.num_rows
@@ -57,18 +99,25 @@ def check_combine(
     if len(biases) > _MAX_BIASES:
         raise ValueError(f"combine adds at most {_MAX_BIASES} biases, got {len(biases)}")
     for bias in biases:
-        _check_tensor("bias", bias, bias.dtype, (tokens, settings.hidden))
+        _check_dense("bias", bias, device)
+        if bias.dtype not in DTYPES:
+            raise ValueError(f"bias must be one of {', '.join(map(str, DTYPES))}, got {bias.dtype}")
+        _check_tensor("bias", bias, bias.dtype, (tokens, settings.hidden), device)
     if topk_weights is not None:
         if handle.expand and not settings.allow_multiple_reduction:
-            _check_tensor("topk_weights", topk_weights, torch.float32, (tokens, settings.num_topk))
+            _check_tensor("topk_weights", topk_weights, torch.float32, (tokens, settings.num_topk), device)
         else:
             check_received_weights(settings, topk_weights, handle)
 
 
 def check_received_weights(settings: Settings, topk_weights: torch.Tensor, handle: EpHandle) -> None:
     """The rules of weights [R, K] as a dispatch returned them."""
-    rows = topk_weights.shape[0] if handle.num_recv_tokens is None else handle.num_recv_tokens
-    _check_tensor("topk_weights", topk_weights, torch.float32, (rows, settings.num_topk))
+    device = handle.topk_idx.device
+    _check_dense("topk_weights", topk_weights, device)
+    rows = handle.num_recv_tokens
+    if rows is None:  # the device alone knows
+        rows = topk_weights.shape[0] if topk_weights.dim() else 0
+    _check_tensor("topk_weights", topk_weights, torch.float32, (rows, settings.num_topk), device)
 
 
 def check_combine_weights(settings: Settings, topk_weights: torch.Tensor, handle: EpHandle) -> None:
@@ -81,7 +130,19 @@ def check_combine_weights(settings: Settings, topk_weights: torch.Tensor, handle
     check_received_weights(settings, topk_weights, handle)
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def _check_tensor(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int], device: torch.device
+) -> None:
+    _check_dense(name, tensor, device)
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:
         wanted, given = (str(kind).removeprefix("torch.") for kind in (dtype, tensor.dtype))
         raise ValueError(f"{name} must be {wanted} {list(shape)}, got {given} {list(tensor.shape)}")
+
+
+def _check_dense(name: str, tensor: object, device: torch.device) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got one of layout {tensor.layout}; to_dense() makes it one")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}; move it there")

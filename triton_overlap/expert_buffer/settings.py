@@ -14,6 +14,8 @@ from ..kernels.ep_layout import EpLayout
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Columns of a row that share a scale factor.
 SCALE_COLUMNS = 128
+#: Rows, and words of a routing, are numbered in int32.
+MOST_INT32 = 2**31 - 1
 _MAX_TOPK = 32
 #: Slots of a channel that ordered kernels have for each scale-out rank.
 _RING_DEPTH = 1024
@@ -25,12 +27,21 @@ KERNEL_NEEDS = {
 }
 
 
+def _check_types(kind: type, **arguments: object) -> None:
+    """``TypeError`` for an argument that is not of ``kind``; a bool is no int."""
+    for name, value in arguments.items():
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise TypeError(f"{name} must be of type {kind.__name__}, got {value!r}")
+
+
 def choose_kernel(given: str | None) -> str:
     """The variant of the kernels: as given, else ``EP_HYBRID_KERNEL``, else unordered.
 
     Raises:
         ValueError: there is no such variant.
     """
+    if given is not None:
+        _check_types(str, kernel=given)
     kernel = given or os.environ.get("EP_HYBRID_KERNEL", "unordered")
     if kernel not in KERNEL_NEEDS:
         source = "kernel" if given else "EP_HYBRID_KERNEL"
@@ -90,6 +101,20 @@ class Settings:
             interpreted: kernels run under Triton's interpreter.
         """
         num_scale_up = world_size if num_scale_up is None else num_scale_up
+        _check_types(
+            int,
+            num_scale_up=num_scale_up,
+            num_max_tokens_per_rank=num_max_tokens_per_rank,
+            hidden=hidden,
+            num_topk=num_topk,
+            num_experts=num_experts,
+            num_allocated_qps=num_allocated_qps,
+            num_sms=num_sms,
+            channels_per_sm=channels_per_sm,
+            **{name: value for name, value in knobs.items() if value is not None},
+        )
+        _check_types(bool, use_fp8_dispatch=use_fp8_dispatch, allow_multiple_reduction=allow_multiple_reduction)
+        _check_types(torch.dtype, dtype=dtype)
         default_sms, default_channels = _INTERPRETED if interpreted else _PUTS if num_scale_up < world_size else _STORES
         return Settings(
             world_size=world_size,
@@ -124,6 +149,13 @@ class Settings:
             raise ValueError(f"a row must be a multiple of 32 bytes, got {self.hidden} columns of {narrowest} bytes")
         check_scale_out(self.world_size // self.num_scale_up, self.num_allocated_qps)
 
+    def most_rows(self, *, expand: bool, expert_alignment: int = 1) -> int:
+        """Rows that a dispatch can receive at most."""
+        tokens = self.world_size * self.num_max_tokens_per_rank
+        if not expand:
+            return tokens
+        return tokens * self.num_topk + self.num_experts // self.world_size * (expert_alignment - 1)
+
     def layout(self) -> EpLayout:
         """The layout of a buffer with these settings; ``ValueError`` as :meth:`check`."""
         self.check()
@@ -143,7 +175,7 @@ class Settings:
                 f"ordered kernels have rings of {_RING_DEPTH} slots, and a channel here needs "
                 f"{geometry.slots_per_channel}; use more num_sms or channels_per_sm, or the unordered kernels"
             )
-        return EpLayout(
+        layout = EpLayout(
             num_scale_out=self.world_size // self.num_scale_up,
             num_scale_up=self.num_scale_up,
             max_tokens=self.num_max_tokens_per_rank,
@@ -156,3 +188,10 @@ class Settings:
             separate=not self.allow_multiple_reduction,
             ordered=ordered,
         )
+        if layout.routing_words > MOST_INT32:
+            raise ValueError(
+                f"num_max_tokens_per_rank {self.num_max_tokens_per_rank} on {self.world_size} ranks with "
+                f"{self.num_topk} experts a token needs a routing of {layout.routing_words} words, at most "
+                f"{MOST_INT32}; dispatch fewer tokens at a time"
+            )
+        return layout

@@ -30,6 +30,7 @@ from .ep_pack import pack_channel, push_rows, pushed_rows, wait_pushed
 from .ep_reduce import reduce_channel, wait_batches
 from .ep_slots import CHANNELS, PREFIX, PUSH_SIGNALS, SCALE_OUT, SCALE_UP, base_ptr, number
 from .launching import launch_kernel
+from .operands import plain
 
 #: Rows that a push task sends before it announces them.
 PUSH_ROWS = tl.constexpr(8)
@@ -117,10 +118,10 @@ def launch(
         buffer_ptr=buffer.table,
         ep_ptr=buffer.ep_tables[form],
         routing_ptr=routing,
-        y_ptr=y,
-        weights_ptr=weights,
-        bias_0_ptr=biases[0] if biases else None,
-        bias_1_ptr=biases[1] if len(biases) > 1 else None,
+        y_ptr=plain(y),
+        weights_ptr=None if weights is None else plain(weights),
+        bias_0_ptr=plain(biases[0]) if biases else None,
+        bias_1_ptr=plain(biases[1]) if len(biases) > 1 else None,
         out_ptr=out,
         tokens=out.shape[0],
         hidden=out.shape[1],

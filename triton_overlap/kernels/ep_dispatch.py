@@ -49,6 +49,7 @@ from .ep_slots import (
     words_at,
 )
 from .launching import launch_kernel
+from .operands import plain
 
 
 @triton.jit
@@ -198,9 +199,9 @@ def launch(
         partials: how the combines of this routing send back.
     """
     layout = buffer.layout
-    rows = payload.rows.contiguous()
-    scales = None if payload.scales is None else payload.scales.contiguous()
-    weights = payload.topk_weights
+    rows, topk_idx = plain(payload.rows), plain(payload.topk_idx)
+    scales = None if payload.scales is None else plain(payload.scales)
+    weights = None if payload.topk_weights is None else plain(payload.topk_weights)
     launch_kernel(
         ep_dispatch_kernel,
         buffer.num_programs,
@@ -210,8 +211,8 @@ def launch(
         routing_ptr=routing,
         x_ptr=rows.view(torch.int64),
         scales_ptr=None if scales is None else scales.view(torch.int32),
-        topk_idx_ptr=payload.topk_idx,
-        weights_ptr=None if weights is None else weights.contiguous(),
+        topk_idx_ptr=topk_idx,
+        weights_ptr=weights,
         tokens=rows.shape[0],
         row_words=rows.shape[1] * rows.element_size() // 8,
         scale_words=0 if scales is None else scales.shape[1],

@@ -20,6 +20,7 @@ import triton.language as tl
 from ..comm.device import INTERPRETED
 from .ep_slots import EXPANDED, PREFIX, SCALE_OUT, SCALE_UP, TOPK, number, rounded
 from .launching import launch_kernel
+from .operands import plain
 
 _BLOCK = 4096 if INTERPRETED.value else 1024
 
@@ -63,7 +64,7 @@ def launch_gradient(
         y: [G, hidden].
         weights: fp32 [R, K].
     """
-    y, weights = y.contiguous(), weights.contiguous()
+    y, weights = plain(y), plain(weights)
     weights_grad = torch.empty_like(weights)
     launch_kernel(
         ep_weights_gradient_kernel,

@@ -41,6 +41,14 @@ def contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:
     return matrix
 
 
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself where its memory is its values one after another, from an address on 16 bytes, so that one
+    compiled kernel can read it as words; else a copy. For tensors that have not come through torch's dispatcher, which
+    carries out a negation that torch has put off (``torch.Tensor.resolve_neg``)."""
+    tensor = tensor.resolve_neg().contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
 @dataclass(frozen=True)
 class StoredB:
     """B [K, N] as it lies in memory.
