@@ -18,6 +18,9 @@ What a backend promises
 What it does not promise
     * A barrier synchronises hosts. It makes nothing visible that was not released.
     * Symmetric memory is never unmapped under a peer that still writes: callers agree on ``free`` beforehand.
+
+Whoever builds a model may have set a default device (``with torch.device("meta")``) or be in inference mode. So every
+tensor made here says its device, and what outlives a call is made outside of inference mode.
 """
 
 from __future__ import annotations

@@ -164,6 +164,7 @@ class UserBuffer:
         self._allocate()
         _by_handle[self.handle] = self
 
+    @torch.inference_mode(False)  # the group's recovery, in training perhaps, writes to these tensors
     def _allocate(self) -> None:
         group, layout = self.group, self.layout
         self.memory = group.symmetric_empty(layout.num_bytes)
@@ -200,7 +201,7 @@ class UserBuffer:
         """Counters at zero, and the next epoch where calls find it. It is one that no flag or header carries yet."""
         state = [0] * STATE_WORDS
         state[StateWord.EPOCH] = _next_device_epoch(self._epoch)
-        self._state.copy_(torch.tensor(state, dtype=torch.int32))
+        self._state.copy_(torch.tensor(state, dtype=torch.int32, device=self._state.device))
 
     @property
     def epoch(self) -> int:

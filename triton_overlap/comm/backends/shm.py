@@ -160,6 +160,7 @@ class ShmBackend(ProcessBackend):
         _process.enter(polls=self.world_size > 1)
         self.clock_address = _process.clock_address
 
+    @torch.inference_mode(False)
     def symmetric_empty(self, num_bytes: int, timeout_s: float) -> SymmetricMemory:
         """See the protocol. ``BackendError`` on every rank where one rank's ``/dev/shm`` has no room."""
         self._check_allocation(num_bytes)
@@ -179,18 +180,21 @@ class ShmBackend(ProcessBackend):
             raise
         finally:
             _unlink(paths[self.rank])
-        table = torch.tensor([copy.data_ptr() for copy in segments.copies], dtype=torch.int64)
+        addresses = [copy.data_ptr() for copy in segments.copies]
+        table = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         return SymmetricMemory(segments.copies[self.rank], table, segments)
 
     def free(self, memory: SymmetricMemory) -> None:
         # The mappings of peers' copies go now; the own one goes with the last tensor that views it.
         memory.handle.copies.clear()
 
+    @torch.inference_mode(False)
     def local_zeros(self, num_bytes: int) -> torch.Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
+    @torch.inference_mode(False)
     def host_words(self, count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int64)
+        return torch.zeros(count, dtype=torch.int64, device=self.device)
 
     def record_event(self, again: None = None) -> None:
         """None: whatever was launched has finished."""
