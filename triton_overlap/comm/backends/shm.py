@@ -165,9 +165,8 @@ class ShmBackend(ProcessBackend):
         """See the protocol. ``BackendError`` on every rank where one rank's ``/dev/shm`` has no room."""
         self._check_allocation(num_bytes)
         serial, self._serial = self._serial, self._serial + 1
-        paths = [
-            os.path.join(_DIRECTORY, f"triton_overlap-{self._token}-{serial}-{rank}") for rank in range(self.world_size)
-        ]
+        name = f"triton_overlap-{self._token}-{self._generation}-{serial}"
+        paths = [os.path.join(_DIRECTORY, f"{name}-{rank}") for rank in range(self.world_size)]
         try:
             # Every rank goes to both meetings whatever happened to it, so that all get the same error.
             self._agree_on_allocation(num_bytes, _create(paths[self.rank], num_bytes), timeout_s)
@@ -183,6 +182,10 @@ class ShmBackend(ProcessBackend):
         addresses = [copy.data_ptr() for copy in segments.copies]
         table = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         return SymmetricMemory(segments.copies[self.rank], table, segments)
+
+    def rejoin(self, timeout_s: float) -> None:
+        super().rejoin(timeout_s)
+        self._serial = 0  # ranks may have failed at different allocations
 
     def free(self, memory: SymmetricMemory) -> None:
         # The mappings of peers' copies go now; the own one goes with the last tensor that views it.

@@ -116,8 +116,10 @@ class SimBackend:
         self._open()
         self._meetings.meet("barrier", None, timeout_s)
 
-    def rejoin(self, generation: int) -> None:
-        self._meetings.rejoin(generation)
+    def rejoin(self, timeout_s: float) -> None:
+        """See the protocol."""
+        self._open()
+        self._meetings.rejoin(timeout_s)
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         """Every rank's ``value`` (picklable), in rank order. ``CommTimeoutError`` names the missing ranks."""
