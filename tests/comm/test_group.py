@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +20,7 @@ from triton_overlap.comm.group import Group
 from triton_overlap.comm.user_buffers import UserBuffer
 from triton_overlap.errors import ClosedError, CommError, CommMismatchError, CommTimeoutError, GroupBrokenError
 from triton_overlap.kernels import all_gather_matmul, matmul_reduce_scatter
+from triton_overlap.sim import World
 
 TIMEOUT_S = 3.0
 HIDDEN = 32
@@ -303,3 +306,150 @@ def _again_and_again() -> None:
 
 def test_groups_side_by_side_and_made_again() -> None:
     run_ranks(2, _again_and_again)
+
+
+def _absent_host() -> str:
+    """A host that does not come to a collective: the others say what for, whom they missed, and what to do."""
+    group, buffer = _start()
+    if group.rank == 1:
+        dist.barrier()
+    else:
+        message = str(_error(lambda: group.user_buffer(8, 16, torch.float32)))
+        assert "capacity and dtype of a user buffer" in message
+        assert f"waited {TIMEOUT_S:g} s for rank 1, to compare" in message
+        assert "call group.recover() on every rank" in message
+        assert isinstance(_error(lambda: _gather_matmul(buffer, 4)), GroupBrokenError)
+        dist.barrier()
+    group.recover()
+    _gather_matmul(buffer, 8)
+    again = group.user_buffer(8, 16, torch.float32)
+    assert again.capacity_shape == (8, 16)
+    group.close()
+    return group.name
+
+
+def test_a_host_collective_that_expires_breaks_the_group() -> None:
+    run_ranks(2, _absent_host)
+
+
+class _Planted(Exception):
+    pass
+
+
+def _recovery_fails_halfway(at: str) -> None:
+    """On rank 1 alone, before or after it has its new memory."""
+    group, buffer = _start()
+    other = group.user_buffer(8, 16, torch.float32)
+    counted = group.user_buffer(16, HIDDEN, torch.float32, device_count=True)
+    kept = [(each.table.data_ptr(), each.memory.local.data_ptr()) for each in (buffer, other, counted)]
+    gc.collect()  # earlier tests of these processes may have left groups in reference cycles
+    mappings = _mappings()
+    _gather_matmul(buffer, 8)
+    group.interrupted("a test")
+    if group.rank == 1:
+        whom, name = {
+            "control": (group, "symmetric_empty"),
+            "buffer": (other, "_view_slots"),
+            "end": (group, "barrier"),
+        }[at]
+        right = getattr(whom, name)
+
+        def fail(*arguments: object) -> None:
+            setattr(whom, name, right)
+            raise _Planted("no room")
+
+        setattr(whom, name, fail)
+        with pytest.raises(_Planted):
+            group.recover()
+    else:
+        assert "to " in str(_error(group.recover))
+    for call in (lambda: _gather_matmul(buffer, 8), lambda: group.user_buffer(2, 2, torch.float32)):
+        error = _error(call)
+        assert isinstance(error, GroupBrokenError)
+        assert "recover() failed on rank" in str(error)
+        assert "a test" in str(error)
+    # No barrier: the ranks begin again when each has seen its own failure.
+    group.recover()
+    assert group.recoveries == 1
+    for rows in (4, 64, 1):
+        _gather_matmul(buffer, rows)
+        _reduce_scatter(buffer, rows)
+    to.all_gather(torch.ones(4, 16), buffer=other)
+    assert buffer.table.data_ptr() == kept[0][0], "tables stay where they are"
+    assert (counted.table.data_ptr(), counted.memory.local.data_ptr()) == kept[2]
+    group.check()
+    gc.collect()
+    assert _mappings() == mappings, "neither old memory nor that of the failed attempt is left"
+    group.close()
+
+
+def _mappings() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("triton_overlap-" in line for line in maps)
+
+
+@pytest.mark.parametrize("at", ["control", "buffer", "end"])
+def test_a_recovery_that_fails_on_the_way_leaves_the_group_broken(at: str) -> None:
+    run_ranks(2, _recovery_fails_halfway, at)
+
+
+def test_a_recovery_that_fails_in_the_simulator() -> None:
+    def rank(group: Group) -> None:
+        buffer = group.user_buffer(8, 16, torch.float32)
+        if group.rank == 1:
+            buffer._view_slots = lambda: 1 / 0  # type: ignore[method-assign, assignment]
+            with pytest.raises(ZeroDivisionError):
+                group.recover()
+            del buffer._view_slots
+        else:
+            assert isinstance(_error(group.recover), CommTimeoutError)
+        with pytest.raises(GroupBrokenError, match=r"recover\(\) failed"):
+            to.all_gather(torch.ones(4, 16), buffer=buffer)
+        group.recover()
+        out = to.all_gather(torch.full((4, 16), float(group.rank)), buffer=buffer)
+        torch.testing.assert_close(out[:, 0], torch.tensor([0.0] * 4 + [1.0] * 4))
+
+    for seed in range(5):
+        World(2, seed, timeout_s=5.0).run(rank)
+
+
+def _closed_on_one_rank() -> str:
+    group, buffer = _start()
+    surplus = group.user_buffer(12, 16, torch.float32)
+    if group.rank == 1:
+        surplus.close()
+    group.interrupted("a test")
+    with pytest.raises(ValueError, match=r"recover\(\) needs the same buffers") as caught:
+        group.recover()
+    assert isinstance(_error(lambda: _gather_matmul(buffer, 4)), GroupBrokenError)
+    surplus.close()  # what the message says
+    group.recover()
+    _gather_matmul(buffer, 8)
+    assert group.user_buffer(12, 16, torch.float32) is not surplus
+    group.close()
+    return str(caught.value)
+
+
+def test_recovery_names_a_buffer_that_one_rank_has_closed() -> None:
+    for message in run_ranks(3, _closed_on_one_rank):
+        assert "UserBuffer [12, 16] torch.float32, is open on ranks 0, 2, and rank 1 closed it" in message
+        assert "call its close() on ranks 0, 2 too, then recover() on every rank" in message
+
+
+def _no_closed_buffer_is_kept() -> None:
+    group, _ = _start()
+    gc.collect()
+    for columns in (16, 24):
+        buffer = group.user_buffer(8, columns, torch.float32)
+        gone = weakref.ref(buffer)
+        buffer.close()
+        del buffer
+        group.user_buffer(8, 32, torch.float32)
+        group.user_buffer(8, 8 * columns, torch.float32)
+        gc.collect()
+        assert gone() is None
+    group.close()
+
+
+def test_a_group_keeps_no_closed_buffer() -> None:
+    run_ranks(1, _no_closed_buffer_is_kept)

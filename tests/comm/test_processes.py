@@ -29,8 +29,9 @@ class _Peers:
         self.calls.append(f"all_gather_object {timeout_s:g}")
         return [value, *self.answers]
 
-    def rejoin(self, generation: int) -> None:
-        self.calls.append(f"rejoin {generation}")
+    def rejoin(self, timeout_s: float) -> int:
+        self.calls.append(f"rejoin {timeout_s:g}")
+        return 1
 
 
 class _Backend(ProcessBackend):
@@ -56,6 +57,7 @@ def test_hosts_meet_through_the_bootstrap_until_the_backend_is_closed() -> None:
     calls: list[Callable[[], object]] = [
         lambda: backend.barrier(3.0),
         lambda: backend.all_gather_object("mine", 4.0),
+        lambda: backend.rejoin(2),
         lambda: backend.allocate(8),
     ]
     for call in calls:

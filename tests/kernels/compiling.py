@@ -153,7 +153,7 @@ class OneRankOfMany:
     def barrier(self, timeout_s: float) -> None:
         pass
 
-    def rejoin(self, generation: int) -> None:
+    def rejoin(self, timeout_s: float) -> None:
         pass
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:

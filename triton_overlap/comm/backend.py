@@ -18,6 +18,9 @@ What a backend promises
 What it does not promise
     * A barrier synchronises hosts. It makes nothing visible that was not released.
     * Symmetric memory is never unmapped under a peer that still writes: callers agree on ``free`` beforehand.
+
+Whoever builds a model may have set a default device (``with torch.device("meta")``) or be in inference mode. So every
+tensor made here says its device, and what outlives a call is made outside of inference mode.
 """
 
 from __future__ import annotations
@@ -108,9 +111,10 @@ class Backend(Protocol):
     def barrier(self, timeout_s: float) -> None:
         """Return once every rank has called it. ``CommTimeoutError`` names the missing ranks."""
 
-    def rejoin(self, generation: int) -> None:
-        """Local: later host collectives are those of ``generation``, counted from none, whatever happened before. Every
-        rank rejoins the same generation, and may do so again where an attempt in it expired."""
+    def rejoin(self, timeout_s: float) -> None:
+        """Return once every rank has called it, wherever each had stopped: a barrier that meets no other collective.
+        Later host collectives, and allocations, are counted from none. Where an attempt expired, or what followed it
+        failed on some rank, all call it again, each as often as it needs. ``CommTimeoutError`` names missing ranks."""
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         """Every rank's ``value`` (picklable), in rank order. ``CommTimeoutError`` names the missing ranks."""

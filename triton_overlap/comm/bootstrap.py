@@ -9,12 +9,19 @@ that has seen every rank's key. A rank writes its key of ``n`` only after it has
 expired. So a rank that completes ``n`` knows that nobody will read a key of an earlier collective again, and deletes
 its own: the store holds at most two keys a rank, plus those of collectives that expired and were not followed by a
 complete one.
+
+To begin anew after a failure (``rejoin``) the ranks agree on a generation, whose keys nobody has written yet. Each
+counts its own attempts, writes its count with what it has last seen of the others', and has met them once every rank
+has seen the counts as they are. What a rank left behind at an attempt that came to nothing has seen an older count of
+somebody, so nobody takes it for a rank that is there. Counts only grow, so their sum names the generation.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import time
+from collections.abc import Iterator
 from typing import Any, Protocol, cast
 
 import torch.distributed as dist
@@ -51,8 +58,14 @@ class Bootstrap(Protocol):
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         """Every rank's ``value`` (picklable), in rank order. Raises as :meth:`barrier` does."""
 
-    def rejoin(self, generation: int) -> None:
-        """Local: see :meth:`triton_overlap.comm.backend.Backend.rejoin`."""
+    def rejoin(self, timeout_s: float) -> int:
+        """Begin anew; see :meth:`triton_overlap.comm.backend.Backend.rejoin`. Returns a number that all ranks agree on
+        and no earlier call returned. Raises ``CommTimeoutError`` as :meth:`barrier` does."""
+
+
+def ranks_in_words(ranks: list[int]) -> str:
+    """Such as ``rank 1`` and ``ranks 0, 2``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 class LocalBootstrap:
@@ -61,6 +74,9 @@ class LocalBootstrap:
     rank = 0
     world_size = 1
 
+    def __init__(self) -> None:
+        self._attempts = 0
+
     def barrier(self, timeout_s: float) -> None:
         """Return at once."""
 
@@ -68,8 +84,10 @@ class LocalBootstrap:
         """A list of one: a copy of ``value`` by way of pickle, as with more ranks."""
         return [pickle.loads(pickle.dumps(value))]
 
-    def rejoin(self, generation: int) -> None:
+    def rejoin(self, timeout_s: float) -> int:
         """Nobody to meet."""
+        self._attempts += 1
+        return self._attempts
 
 
 class StoreBootstrap:
@@ -97,8 +115,8 @@ class StoreBootstrap:
         # store itself, so that the count lives exactly as long as the keys it tells apart.
         instance = self._store.add(f"triton_overlap/instances/{self.rank}", 1)
         self._instance = f"triton_overlap/{instance}"
-        self._own_keys: list[list[str]] = []
-        self.rejoin(0)
+        self._attempts = 0
+        self._begin(generation=0)
 
     def barrier(self, timeout_s: float) -> None:
         self._exchange("barrier", None, timeout_s)
@@ -106,11 +124,57 @@ class StoreBootstrap:
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         return self._exchange("all_gather_object", value, timeout_s)
 
-    def rejoin(self, generation: int) -> None:
+    def rejoin(self, timeout_s: float) -> int:
+        # See the module's page.
+        self._attempts += 1
+        keys = [f"{self._instance}/rejoin/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + timeout_s
+        sleep_s = 0.0001
+        seen: tuple[int, ...] | None = None
+        with self._naming_store_failures("rejoin"):
+            while True:
+                self._store.set(keys[self.rank], cast(str, pickle.dumps((self._attempts, seen))))
+                entries = [self._entry(key) for key in keys]
+                attempts = tuple(count for count, _ in entries)
+                missing = [rank for rank, (_, theirs) in enumerate(entries) if theirs != attempts]
+                if not missing:
+                    break
+                if time.monotonic() >= deadline:
+                    raise self._expired("rejoin", timeout_s, [rank for rank in missing if rank != self.rank])
+                seen = attempts
+                time.sleep(sleep_s)
+                sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+        generation = sum(attempts)
+        self._begin(generation)
+        return generation
+
+    def _entry(self, key: str) -> tuple[int, tuple[int, ...] | None]:
+        """A rank's count of attempts, and the counts it has seen."""
+        if not self._store.check([key]):
+            return 0, None
+        count, seen = pickle.loads(self._store.get(key))
+        return count, seen
+
+    def _begin(self, generation: int) -> None:
         # Keys of earlier generations stay: a late rank may still read them, and there are few.
         self._prefix = f"{self._instance}/{generation}"
         self._sequence = 0
-        self._own_keys = []
+        self._own_keys: list[list[str]] = []
+
+    @contextlib.contextmanager
+    def _naming_store_failures(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistError as error:
+            raise CommError(
+                f"{what} failed on rank {self.rank}: the store of the process group does not answer ({error}); the "
+                "process that serves it has probably ended"
+            ) from error
+
+    def _expired(self, what: str, timeout_s: float, missing: list[int]) -> CommTimeoutError:
+        return CommTimeoutError(
+            f"{what}: rank {self.rank} of {self.world_size} waited {timeout_s:g} s for {ranks_in_words(missing)}"
+        )
 
     def _exchange(self, kind: str, value: Any, timeout_s: float) -> list[Any]:
         payload = pickle.dumps((kind, value))
@@ -118,7 +182,7 @@ class StoreBootstrap:
         keys = [f"{self._prefix}/{sequence}/{rank}" for rank in range(self.world_size)]
         # The number is used up even if the collective expires, or the next call here would meet this one elsewhere.
         self._sequence += 1
-        try:
+        with self._naming_store_failures(f"{kind} number {sequence}"):
             self._own_keys.append(self._set(keys[self.rank], payload))
             self._wait(kind, sequence, keys, timeout_s)
             payloads = [self._get(key, first) for key, first in zip(keys, self._store.multi_get(keys), strict=True)]
@@ -126,11 +190,6 @@ class StoreBootstrap:
             for earlier in self._own_keys[:-1]:
                 for key in earlier:
                     self._store.delete_key(key)
-        except dist.DistError as error:
-            raise CommError(
-                f"{kind} number {sequence} failed on rank {self.rank}: the store of the process group does not answer "
-                f"({error}); the process that serves it has probably ended"
-            ) from error
         del self._own_keys[:-1]
         entries = [pickle.loads(entry) for entry in payloads]
         kinds = [entry[0] for entry in entries]
@@ -164,9 +223,6 @@ class StoreBootstrap:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 if not missing:  # the last one came between the two looks
                     return
-                raise CommTimeoutError(
-                    f"{kind} number {sequence}: rank {self.rank} of {self.world_size} waited {timeout_s:g} s "
-                    f"for rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-                )
+                raise self._expired(f"{kind} number {sequence}", timeout_s, missing)
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)

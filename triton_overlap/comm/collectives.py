@@ -18,7 +18,7 @@ class ProcessGroupCollectives:
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         if self._through_host and x.device.type != "cpu":
-            gathered = torch.empty(out.shape, dtype=out.dtype)
+            gathered = torch.empty(out.shape, dtype=out.dtype, device="cpu")
             dist.all_gather_into_tensor(gathered, x.cpu(), group=self._group)
             out.copy_(gathered)
         else:
@@ -26,7 +26,7 @@ class ProcessGroupCollectives:
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
         if self._through_host and x.device.type != "cpu":
-            part = torch.empty(out.shape, dtype=out.dtype)
+            part = torch.empty(out.shape, dtype=out.dtype, device="cpu")
             dist.reduce_scatter_tensor(part, x.cpu(), group=self._group)
             out.copy_(part)
         else:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..errors import BackendError, ClosedError, CommError, GroupBrokenError
 from .backend import Backend, SymmetricMemory
+from .bootstrap import ranks_in_words
 from .layout import RECORD_WORDS, control_bytes
 from .signals import RecordReader, decode_record, error_for
 from .user_buffers import UserBuffer, check_capacity
 
 #: A month. The device counts a wait's nanoseconds in 64 bits.
 LONGEST_TIMEOUT_S = 30 * 86400.0
+_RECOVER = "the group is broken: call group.recover() on every rank"
 #: How long closing a broken group waits for the other ranks to stop writing to it.
 BROKEN_CLOSE_S = 5.0
 
@@ -67,6 +70,8 @@ class Group:
         self.kept: dict[str, Any] = {}
         self._last_call: Any = None
         self._buffers: dict[tuple[Any, ...], Any] = {}  # user buffers, and others that were adopted
+        self._closed_buffers: set[str] = set()  # what those were that have been closed on this rank
+        self._retired: list[SymmetricMemory] = []  # control blocks that a recovery which failed has replaced
         self._record = RecordReader(backend.host_words(RECORD_WORDS))
         self._control = self.symmetric_empty(control_bytes(self.world_size))
 
@@ -92,18 +97,41 @@ class Group:
         """int64 [RECORD_WORDS] in host memory; kernels write a failure here."""
         return self._record.words
 
-    def barrier(self) -> None:
-        """Return once every rank's host has called it."""
-        self.backend.barrier(self.timeout_s)
+    def barrier(self, purpose: str = "pass a barrier") -> None:
+        """Return once every rank's host has called it.
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+        Args:
+            purpose: what for, as an infinitive; for messages.
+
+        Raises:
+            CommError: ranks did not come within the group's ``timeout_s``, or came to something else; the message names
+                them. The group is broken then, since the others may have passed. So with the methods below.
+        """
+        with self._meeting(purpose):
+            self.backend.barrier(self.timeout_s)
+
+    def all_gather_object(self, value: Any, purpose: str = "exchange values") -> list[Any]:
         """Every rank's picklable ``value``, in rank order."""
-        return self.backend.all_gather_object(value, self.timeout_s)
+        with self._meeting(purpose):
+            return self.backend.all_gather_object(value, self.timeout_s)
+
+    @contextlib.contextmanager
+    def _meeting(self, purpose: str, remedy: str = _RECOVER) -> Iterator[None]:
+        """Around collectives of the hosts: one that fails breaks the group, and says what it was for."""
+        try:
+            yield
+        except CommError as error:
+            text = f"{error}, to {purpose}; {remedy}"
+            if self.broken is None:
+                self.broken = type(error)(text)
+            # Not the kept one: its traceback would keep the frames of the failed call, and their tensors, alive.
+            raise type(error)(text) from error
 
     def symmetric_empty(self, num_bytes: int) -> SymmetricMemory:
         """Collective: zero-filled symmetric memory, counted by :func:`symmetric_allocations`."""
         global _allocations_made
-        memory = self.backend.symmetric_empty(num_bytes, self.timeout_s)
+        with self._meeting(f"allocate {num_bytes} bytes of symmetric memory"):
+            memory = self.backend.symmetric_empty(num_bytes, self.timeout_s)
         _allocations_made = next(_allocations) + 1
         return memory
 
@@ -128,6 +156,7 @@ class Group:
         key = (max_tokens, hidden, dtype, device_count)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.closed:
+            self._open_buffers()
             buffer = self._buffers[key] = UserBuffer(self, max_tokens, hidden, dtype, device_count=device_count)
         found: UserBuffer = buffer
         return found
@@ -136,11 +165,20 @@ class Group:
         """Close and recover ``buffer`` with the group's own. It has ``handle``, ``capacity_shape``, ``dtype``,
         ``epoch``, ``closed``, ``renew(epoch)`` and ``close()`` as a user buffer has them, and a ``timeout_s``."""
         self._longest_wait_s = max(self._longest_wait_s, buffer.timeout_s)
+        self._open_buffers()
         self._buffers[(buffer.handle,)] = buffer
+
+    def _open_buffers(self) -> list[Any]:
+        """The buffers, in an order that is the same on every rank; those that were closed meanwhile are forgotten."""
+        for key, buffer in list(self._buffers.items()):
+            if buffer.closed:
+                self._closed_buffers.add(_description(buffer))
+                del self._buffers[key]
+        return sorted(self._buffers.values(), key=_description)
 
     def agree(self, what: str, value: Any) -> None:
         """Collective: ``ValueError`` on every rank, listing all values, unless every rank passes an equal ``value``."""
-        values = self.all_gather_object(value)
+        values = self.all_gather_object(value, f"compare {what}")
         if any(other != values[0] for other in values):
             given = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(values))
             raise ValueError(f"{what} must be the same on every rank, got {given}")
@@ -228,32 +266,57 @@ class Group:
         """Collective: make a broken group work again.
 
         Every rank waits for its own device; then all take fresh memory, because writes of the failed calls may have
-        landed anywhere in the old, and go on from the highest epoch of any rank. Contents of the buffers are lost.
+        landed anywhere in the old, and go on from the highest epoch of any rank. Contents of the buffers are lost. A
+        buffer's old memory is released once it has its new one.
+
+        Where it raises, the group is broken, whether or not it was before, and every rank may call it again.
+
+        Raises:
+            CommError: ranks did not come, or failed on the way.
+            ValueError: a buffer is open on some ranks only; names it and them.
         """
         if self.closed:
             raise ClosedError(f"{self.name} is closed")
-        self.backend.synchronize()
-        # Hosts may have stopped at different collectives: all begin anew, also where an earlier attempt expired.
-        self.backend.rejoin(self.recoveries + 1)
-        live = [buffer for buffer in self._buffers.values() if not buffer.closed]
-        mine = [(buffer.capacity_shape, str(buffer.dtype), buffer.epoch) for buffer in live]
-        # Also the barrier after which no kernel of any rank touches the old memory. A peer may still be in a wait of
-        # the failed call, which lasts up to its timeout, hence twice that.
-        everyone = self.backend.all_gather_object(mine, 2 * self._longest_wait_s)
-        if any([entry[:2] for entry in other] != [entry[:2] for entry in mine] for other in everyone):
-            raise ValueError(
-                "recover() needs the same buffers on every rank, got "
-                + "; ".join(f"rank {rank}: {[entry[:2] for entry in other]}" for rank, other in enumerate(everyone))
-            )
-        self.backend.free(self._control)
-        self._record.words.zero_()
-        self._control = self.symmetric_empty(control_bytes(self.world_size))
-        for index, buffer in enumerate(live):
-            buffer.renew(max((other[index][2] for other in everyone), key=lambda epoch: epoch & 0xFFFFFFFF))
-        self._last_call = None
-        self.barrier()
+        before = self.broken
+        self.broken = CommError("recover() has not ended")
+        try:
+            self._renew()
+        except BaseException as error:
+            cause = "" if before is None else f", after {before}"
+            self.broken = CommError(f"recover() failed on rank {self.rank} with {type(error).__name__}: {error}{cause}")
+            raise
         self.recoveries += 1
         self.broken = None
+
+    @torch.inference_mode(False)  # calls in training write to what is made here
+    def _renew(self) -> None:
+        self.backend.synchronize()
+        # Hosts may have stopped at different collectives: all begin anew. Also the barrier after which no kernel of any
+        # rank touches the old memory. A peer may still be in a wait of the failed call, which lasts up to its timeout,
+        # hence twice that.
+        with self._meeting("recover"):
+            self.backend.rejoin(2 * self._longest_wait_s)
+        buffers = self._open_buffers()
+        mine = [(_description(buffer), buffer.handle, buffer.epoch) for buffer in buffers]
+        found = self.all_gather_object((mine, self._closed_buffers), "recover")
+        _check_same_buffers([of_rank for of_rank, _ in found], [closed for _, closed in found])
+        self._record.words.zero_()
+        control = self.symmetric_empty(control_bytes(self.world_size))
+        self._retired.append(self._control)
+        self._control = control
+        for index, buffer in enumerate(buffers):
+            epochs = [of_rank[index][2] for of_rank, _ in found]
+            buffer.renew(max(epochs, key=lambda epoch: epoch & 0xFFFFFFFF))
+        self.backend.synchronize()
+        self.barrier("recover")
+        # Not before: until all buffers have been renewed, some have the old addresses.
+        self._free_retired()
+        self._last_call = None
+
+    def _free_retired(self) -> None:
+        for memory in self._retired:
+            self.backend.free(memory)
+        self._retired.clear()
 
     def close(self) -> None:
         """Collective: end the group and release its memory. Closing twice is harmless."""
@@ -261,12 +324,16 @@ class Group:
             return
         self.backend.synchronize()
         # No peer's kernel may still write here. Of a broken group not every rank need come.
-        with contextlib.suppress(*(() if self.broken is None else (CommError,))):
-            self.backend.barrier(self.timeout_s if self.broken is None else min(self.timeout_s, BROKEN_CLOSE_S))
+        broken = self.broken is not None
+        with contextlib.suppress(*((CommError,) if broken else ())):
+            with self._meeting("close the group", f"call close() again, which waits {BROKEN_CLOSE_S:g} s at most"):
+                self.backend.barrier(min(self.timeout_s, BROKEN_CLOSE_S) if broken else self.timeout_s)
         for buffer in self._buffers.values():
             buffer.close()
         self.closed = True
         self._buffers.clear()
+        self.kept.clear()
+        self._free_retired()
         self.backend.free(self._control)
         del self._control
         self.backend.close()
@@ -279,6 +346,30 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group({self.name}, rank {self.rank} of {self.world_size}, {self.backend.name})"
+
+
+def _description(buffer: Any) -> str:
+    counts = " with device_count" if getattr(buffer, "device_count", False) else ""
+    return f"{type(buffer).__name__} {list(buffer.capacity_shape)} {buffer.dtype}{counts}"
+
+
+def _check_same_buffers(of_ranks: list[list[tuple[str, str, int]]], closed: list[set[str]]) -> None:
+    """ValueError unless the buffers of all ranks, (description, handle, epoch) each, have the same descriptions."""
+    open_on = [[description for description, _, _ in of_rank] for of_rank in of_ranks]
+    for description, handle, _ in itertools.chain(*of_ranks):
+        most = max(of_rank.count(description) for of_rank in open_on)
+        lacking = [rank for rank, of_rank in enumerate(open_on) if of_rank.count(description) < most]
+        if lacking:
+            having = [rank for rank in range(len(open_on)) if rank not in lacking]
+            missing = "; ".join(
+                f"rank {rank} {'closed it' if description in closed[rank] else 'has not registered it'}"
+                for rank in lacking
+            )
+            raise ValueError(
+                f"recover() needs the same buffers on every rank: {handle}, {description}, is open on "
+                f"{ranks_in_words(having)}, and {missing}; call its close() on {ranks_in_words(having)} too, then "
+                "recover() on every rank, and register it again where it is needed"
+            )
 
 
 def init_group(

@@ -27,14 +27,16 @@ class ProcessBackend:
         self.world_size = bootstrap.world_size
         self.collectives = None if process_group is None else ProcessGroupCollectives(process_group)
         self._bootstrap = bootstrap
+        self._generation = 0
         self._closed = False
 
     def barrier(self, timeout_s: float) -> None:
         self._check_open()
         self._bootstrap.barrier(timeout_s)
 
-    def rejoin(self, generation: int) -> None:
-        self._bootstrap.rejoin(generation)
+    def rejoin(self, timeout_s: float) -> None:
+        self._check_open()
+        self._generation = self._bootstrap.rejoin(timeout_s)
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         self._check_open()

@@ -164,13 +164,18 @@ class UserBuffer:
         self._allocate()
         _by_handle[self.handle] = self
 
+    @torch.inference_mode(False)  # the group's recovery, in training perhaps, writes to these tensors
     def _allocate(self) -> None:
         group, layout = self.group, self.layout
-        self.memory = group.symmetric_empty(layout.num_bytes)
         self.local = group.backend.local_zeros(layout.local_bytes)
         self._state = self.local[layout.staging_bytes + layout.staged_bytes :].view(torch.int32)[:STATE_WORDS]
+        self.memory = group.symmetric_empty(layout.num_bytes)
         self.table = self._addresses()
         self._write_epoch()
+        self._view_slots()
+
+    def _view_slots(self) -> None:
+        layout = self.layout
         data = self.memory.local[layout.data : layout.data + 2 * layout.slot_bytes].view(self.dtype)
         self._both_slots = data.view(2 * self.capacity_shape[0], self.capacity_shape[1])
         self._slots = self._both_slots.chunk(2)
@@ -200,7 +205,7 @@ class UserBuffer:
         """Counters at zero, and the next epoch where calls find it. It is one that no flag or header carries yet."""
         state = [0] * STATE_WORDS
         state[StateWord.EPOCH] = _next_device_epoch(self._epoch)
-        self._state.copy_(torch.tensor(state, dtype=torch.int32))
+        self._state.copy_(torch.tensor(state, dtype=torch.int32, device=self._state.device))
 
     @property
     def epoch(self) -> int:
@@ -216,16 +221,20 @@ class UserBuffer:
         They cannot where kernels alone store, and those of all ranks have ended: a buffer with ``device_count`` keeps
         its memory, and graphs that have captured its addresses stay good.
         """
-        self._epoch = epoch
+        group, layout = self.group, self.layout
+        old = None
         if self.device_count:
-            self.table.copy_(self._addresses())  # the control blocks have moved
-            self._write_epoch()
-            self.memory.local[: self.layout.data].zero_()
-            self.local[self.layout.staging_bytes : self.layout.staging_bytes + self.layout.staged_bytes].zero_()
-            self.group.backend.synchronize()  # before the barrier after which peers set flags here
+            self.memory.local[: layout.data].zero_()
         else:
-            self.group.backend.free(self.memory)
-            self._allocate()
+            old, self.memory = self.memory, group.symmetric_empty(layout.num_bytes)
+            self._view_slots()
+        self._epoch = epoch
+        self.table.copy_(self._addresses())  # the control blocks have moved, too
+        self.local[layout.staging_bytes : layout.staging_bytes + layout.staged_bytes].zero_()
+        self._write_epoch()
+        group.backend.synchronize()  # before the barrier after which peers set flags here
+        if old is not None:
+            group.backend.free(old)
 
     @property
     def timeout_s(self) -> float:

@@ -28,15 +28,23 @@ class Meetings:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._meetings: dict[tuple[int, str, int], _Meeting] = {}
+        self._meetings: dict[tuple[str, int], _Meeting] = {}
         self._counts: dict[tuple[str, int], int] = {}
-        self._generations: dict[int, int] = {}
+        self._rejoining = _Meeting()
 
-    def rejoin(self, generation: int) -> None:
-        """Later meetings of this host are those of ``generation``, counted from none."""
-        rank = self._machine.host().rank
-        self._generations[rank] = generation
-        self._counts = {key: count for key, count in self._counts.items() if key[1] != rank}
+    def rejoin(self, timeout_s: float) -> None:
+        """Wait for all ranks; from then on meetings are counted from none, whatever was left of earlier ones.
+
+        Raises:
+            CommTimeoutError: as ``meet`` does.
+        """
+        meeting = self._rejoining
+        self._come(meeting, None)
+        if meeting.complete:
+            self._rejoining = _Meeting()
+            self._meetings.clear()
+            self._counts.clear()
+        self._wait(meeting, "rejoin", 0, timeout_s)
 
     def meet(self, kind: str, value: Any, timeout_s: float) -> list[Any]:
         """Wait for all ranks, and return their values in rank order. What a host knew before, all know afterwards.
@@ -45,15 +53,28 @@ class Meetings:
             CommTimeoutError: after ``timeout_s`` seconds of virtual time; names the missing ranks. The caller has then
                 left the meeting, and its next of this kind takes its place.
         """
+        rank = self._machine.host().rank
+        number = self._counts.get((kind, rank), 0)
+        meeting = self._meetings.setdefault((kind, number), _Meeting())
+        self._come(meeting, value)
+        self._wait(meeting, kind, number, timeout_s)
+        self._counts[kind, rank] = number + 1
+        return [meeting.values[rank] for rank in range(self._machine.world_size)]
+
+    def _come(self, meeting: _Meeting, value: Any) -> None:
+        """This host is at ``meeting``, which is complete with the last one."""
+        host = self._machine.host()
+        meeting.left.discard(host.rank)
+        meeting.values[host.rank] = value
+        meeting.clock.join(host.clock)
+        meeting.complete = meeting.complete or len(meeting.values) == self._machine.world_size
+        self._machine.scheduler.happened()
+
+    def _wait(self, meeting: _Meeting, kind: str, number: int, timeout_s: float) -> None:
+        """Until ``meeting`` is complete."""
         machine = self._machine
         host = machine.host()
         scheduler = machine.scheduler
-        number = self._counts.get((kind, host.rank), 0)
-        meeting = self._meetings.setdefault((self._generations.get(host.rank, 0), kind, number), _Meeting())
-        meeting.values[host.rank] = value
-        meeting.clock.join(host.clock)
-        meeting.complete = meeting.complete or len(meeting.values) == machine.world_size
-        scheduler.happened()
         deadline = scheduler.now_ns + round(timeout_s * 1e9)
 
         def ready() -> bool:
@@ -69,9 +90,7 @@ class Meetings:
             gave_up = sorted(meeting.left - {host.rank})
             before = f"; {_ranks(gave_up)} came and had given up" if gave_up and not missing else ""
             raise CommTimeoutError(f"rank {host.rank} waited {timeout_s:g} s {whom}at a {kind}{before}")
-        self._counts[kind, host.rank] = number + 1
         host.clock.join(meeting.clock)
-        return [meeting.values[rank] for rank in range(machine.world_size)]
 
 
 def _ranks(ranks: list[int]) -> str:

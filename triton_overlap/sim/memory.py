@@ -140,7 +140,7 @@ class AddressSpace:
 
 def aligned_zeros(num_bytes: int, alignment: int) -> torch.Tensor:
     """uint8 ``[num_bytes]`` zeros whose address is a multiple of ``alignment``."""
-    whole = torch.zeros(num_bytes + alignment, dtype=torch.uint8)
+    whole = torch.zeros(num_bytes + alignment, dtype=torch.uint8, device="cpu")
     shift = -whole.data_ptr() % alignment
     return whole[shift : shift + num_bytes]
 

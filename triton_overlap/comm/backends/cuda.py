@@ -156,6 +156,7 @@ class CudaBackend(ProcessBackend):
         """What is wrong with these ranks, alike on all of them."""
         return None
 
+    @torch.inference_mode(False)
     def symmetric_empty(self, num_bytes: int, timeout_s: float) -> SymmetricMemory:
         """See the protocol. ``BackendError`` on every rank where one rank's GPU has no memory left."""
         self._check_allocation(num_bytes)
@@ -180,11 +181,13 @@ class CudaBackend(ProcessBackend):
         # The memory itself goes with the last tensor that views it, after a wait for the device.
         memory.handle.release()
 
+    @torch.inference_mode(False)
     def local_zeros(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
+    @torch.inference_mode(False)
     def host_words(self, count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int64, pin_memory=True)
+        return torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def record_event(self, again: torch.cuda.Event | None = None) -> torch.cuda.Event:
         event = _Event() if again is None else again

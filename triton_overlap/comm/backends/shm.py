@@ -160,13 +160,13 @@ class ShmBackend(ProcessBackend):
         _process.enter(polls=self.world_size > 1)
         self.clock_address = _process.clock_address
 
+    @torch.inference_mode(False)
     def symmetric_empty(self, num_bytes: int, timeout_s: float) -> SymmetricMemory:
         """See the protocol. ``BackendError`` on every rank where one rank's ``/dev/shm`` has no room."""
         self._check_allocation(num_bytes)
         serial, self._serial = self._serial, self._serial + 1
-        paths = [
-            os.path.join(_DIRECTORY, f"triton_overlap-{self._token}-{serial}-{rank}") for rank in range(self.world_size)
-        ]
+        name = f"triton_overlap-{self._token}-{self._generation}-{serial}"
+        paths = [os.path.join(_DIRECTORY, f"{name}-{rank}") for rank in range(self.world_size)]
         try:
             # Every rank goes to both meetings whatever happened to it, so that all get the same error.
             self._agree_on_allocation(num_bytes, _create(paths[self.rank], num_bytes), timeout_s)
@@ -179,18 +179,25 @@ class ShmBackend(ProcessBackend):
             raise
         finally:
             _unlink(paths[self.rank])
-        table = torch.tensor([copy.data_ptr() for copy in segments.copies], dtype=torch.int64)
+        addresses = [copy.data_ptr() for copy in segments.copies]
+        table = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         return SymmetricMemory(segments.copies[self.rank], table, segments)
+
+    def rejoin(self, timeout_s: float) -> None:
+        super().rejoin(timeout_s)
+        self._serial = 0  # ranks may have failed at different allocations
 
     def free(self, memory: SymmetricMemory) -> None:
         # The mappings of peers' copies go now; the own one goes with the last tensor that views it.
         memory.handle.copies.clear()
 
+    @torch.inference_mode(False)
     def local_zeros(self, num_bytes: int) -> torch.Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
+    @torch.inference_mode(False)
     def host_words(self, count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int64)
+        return torch.zeros(count, dtype=torch.int64, device=self.device)
 
     def record_event(self, again: None = None) -> None:
         """None: whatever was launched has finished."""

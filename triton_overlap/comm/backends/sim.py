@@ -116,8 +116,10 @@ class SimBackend:
         self._open()
         self._meetings.meet("barrier", None, timeout_s)
 
-    def rejoin(self, generation: int) -> None:
-        self._meetings.rejoin(generation)
+    def rejoin(self, timeout_s: float) -> None:
+        """See the protocol."""
+        self._open()
+        self._meetings.rejoin(timeout_s)
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         """Every rank's ``value`` (picklable), in rank order. ``CommTimeoutError`` names the missing ranks."""
@@ -125,6 +127,7 @@ class SimBackend:
         # Pickled, as between processes: no rank gets at another's objects.
         return [pickle.loads(content) for content in self._meetings.meet("all-gather", pickle.dumps(value), timeout_s)]
 
+    @torch.inference_mode(False)
     def symmetric_empty(self, num_bytes: int, timeout_s: float) -> SymmetricMemory:
         """Collective; zero-filled; aligned to 1024 bytes. Ranks that ask for different sizes all get a
         ``ValueError`` that lists the sizes."""
@@ -137,18 +140,20 @@ class SimBackend:
         own = self._machine.allocate("symmetric", num_bytes, self.rank, name)
         regions: list[Region] = self._meetings.meet("exchange of addresses", own, timeout_s)
         table = self._machine.allocate("local", 8 * self.world_size, self.rank, f"table of {name}").keep
-        table.view(torch.int64).copy_(torch.tensor([region.start for region in regions]))
+        table.view(torch.int64).copy_(torch.tensor([region.start for region in regions], device=self.device))
         return SymmetricMemory(own.keep, table.view(torch.int64), regions)
 
     def free(self, memory: SymmetricMemory) -> None:
         """Local; a later access by any kernel is a ``MemoryFaultError``."""
         memory.handle[self.rank].freed = True
 
+    @torch.inference_mode(False)
     def local_zeros(self, num_bytes: int) -> torch.Tensor:
         """uint8 ``[num_bytes]`` on the device, that kernels of this rank reach by address (not as an argument)."""
         self._open()
         return self._machine.allocate("local", num_bytes, self.rank, self._name("local")).keep
 
+    @torch.inference_mode(False)
     def host_words(self, count: int) -> torch.Tensor:
         """int64 ``[count]`` zeros in host memory that kernels write by address."""
         self._open()
