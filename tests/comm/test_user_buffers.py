@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import triton_overlap as to
 from tests.distributed import run_ranks
@@ -107,9 +109,9 @@ def test_capacity_and_prefix_on_two_ranks() -> None:
     [
         (
             [(8, 16, "float32"), (16, 16, "float32")],
-            "rank 0: (8, 16, 'torch.float32'); rank 1: (16, 16, 'torch.float32')",
+            "rank 0: (8, 16, torch.float32, False); rank 1: (16, 16, torch.float32, False)",
         ),
-        ([(8, 16, "float32"), (8, 16, "float16")], "rank 1: (8, 16, 'torch.float16')"),
+        ([(8, 16, "float32"), (8, 16, "float16")], "rank 1: (8, 16, torch.float16, False)"),
         ([(7, 16, "float32")] * 2, "max_tokens must be divisible by the group size 2, got 7; the next larger one is 8"),
         ([(8, 0, "float32")] * 2, "capacity must be positive, got [8, 0]"),
         (
@@ -229,40 +231,99 @@ def test_transformer_engine_names_on_two_ranks() -> None:
     run_ranks(2, _transformer_engine_names)
 
 
-def _wrong_types() -> None:
-    """Each is an error that one rank alone gets, before anything is sent: the other does nothing meanwhile."""
+def _wrong_arguments() -> None:
+    """Each on rank 1 alone, in turn with what would be right: an error of both ranks, at once, which names rank 1."""
     group: Any = to.init_group(timeout_s=20)
     library: Any = to  # no type checker lets these through
     init = functools.partial(library.initialize_ub, group=group)
+    shape = (64, 32)
+    wrong: list[tuple[type[Exception], Callable[[Any], object], Any, Any, str]] = [
+        (TypeError, lambda n: group.user_buffer(n, 24), 64, "64", "user_buffer: max_tokens must be an int, got '64'"),
+        (TypeError, lambda n: group.user_buffer(64, n), 24, 24.0, "user_buffer: hidden must be an int, got 24.0"),
+        (TypeError, lambda n: group.user_buffer(n, 24), 64, [64], "user_buffer: max_tokens must be an int, got [64]"),
+        (TypeError, lambda n: group.user_buffer(64, n), 24, True, "user_buffer: hidden must be an int, got True"),
+        (
+            TypeError,
+            lambda dtype: group.user_buffer(64, 24, dtype),
+            torch.float32,
+            "float32",
+            "dtype must be a torch.dtype, got 'float32'; allowed: torch.b",
+        ),
+        (
+            TypeError,
+            lambda on: group.user_buffer(64, 24, device_count=on),
+            True,
+            1,
+            "device_count must be True or False, got 1",
+        ),
+        (ValueError, lambda n: group.user_buffer(n, 24), 64, 63, "divisible by the group size 2, got 63; the next la"),
+        (ValueError, lambda n: group.user_buffer(n, 24), 64, 2**62, f"at most 2147483647, since .*got {2**62}; give"),
+        (ValueError, lambda n: group.user_buffer(64, n), 24, 2**62, f"hidden must be at most .*got {2**62}; give"),
+        (
+            ValueError,
+            lambda n: group.user_buffer(n, n),
+            64,
+            2**30,
+            rf"at most {2**47} bytes, got \d+ for .{2**30}, {2**30}. in torch.bfloat16; give",
+        ),
+        (
+            TypeError,
+            lambda given: init(given, 2),
+            shape,
+            64,
+            r"shape must be two integers, .max_tokens, hidden., got 64",
+        ),
+        (TypeError, lambda given: init(given, 2), shape, ("a", 32), "initialize_ub: shape must be two integers"),
+        (TypeError, lambda given: init(given, 2), shape, (64.0, 32), "initialize_ub: shape must be two integers"),
+        (ValueError, lambda given: init(given, 2), shape, (64, 32, 1), r"two integers.*got \[64, 32, 1\]"),
+        (ValueError, lambda given: init(given, 2), shape, (2**62, 32), "max_tokens must be at most"),
+        (TypeError, lambda size: init(shape, size), 2, "2", "initialize_ub: tp_size must be an int, got '2'"),
+        (ValueError, lambda size: init(shape, size), 2, 3, "tp_size must be the group's size 2, got 3"),
+        (TypeError, lambda given: init(shape, 2, given), None, 8, "must be UserBufferQuantizationMode.NONE, or a list"),
+        (
+            NotImplementedError,
+            lambda given: init(shape, 2, given),
+            None,
+            to.UserBufferQuantizationMode.FP8,
+            "quantization mode FP8 is not supported",
+        ),
+        (
+            TypeError,
+            lambda dtype: init(shape, 2, dtype=dtype),
+            torch.float32,
+            "bf16",
+            "dtype must be a torch.dtype, got",
+        ),
+        (TypeError, lambda cfgs: init(shape, 2, ub_cfgs=cfgs), None, 3, "ub_cfgs must be None or a mapping, got 3"),
+        (ValueError, lambda cfgs: init(shape, 2, ub_cfgs=cfgs), None, {"x": {}}, "unknown GEMM 'x'; known"),
+    ]
+    for kind, call, right, given, says in wrong:
+        began = time.monotonic()
+        with pytest.raises(kind, match=says.replace("[64]", r"\[64\]")) as caught:
+            call(given if group.rank == 1 else right)
+        assert type(caught.value) is kind
+        assert str(caught.value).startswith("on rank 1: ")
+        assert time.monotonic() - began < 10
+        with pytest.raises(RuntimeError, match="not initialised"):
+            to.get_ub("qkv_fprop")
+    # With a group of its own, which is closed again.
+    for given in (3, 4):
+        with pytest.raises(ValueError, match=rf"tp_size must be .*got {given}"):
+            library.initialize_ub(shape, given if group.rank == 1 else 2)
+    assert group.broken is None
     buffer = group.user_buffer(*CAPACITY, torch.float32)
-    wrong: list[tuple[Callable[[], object], str]] = [
-        (lambda: group.user_buffer("64", 32), "user_buffer: max_tokens must be an int, got '64'"),
-        (lambda: group.user_buffer(64, 32.0), "user_buffer: hidden must be an int, got 32.0"),
-        (lambda: group.user_buffer([64], 32), "user_buffer: max_tokens must be an int, got [64]"),
-        (lambda: group.user_buffer(64, True), "user_buffer: hidden must be an int, got True"),
-        (lambda: group.user_buffer(64, 32, "float32"), "dtype must be a torch.dtype, got 'float32'; allowed: torch.b"),
+    for alone, says in (
         (lambda: library.user_buffer_by_handle(None), "handle must be a str, such as buffer.handle, got None"),
         (lambda: library.user_buffer_by_handle([]), "handle must be a str, such as buffer.handle, got []"),
-        (lambda: init(64, 2), "shape must be two integers, [max_tokens, hidden], got 64"),
-        (lambda: init(("a", 32), 2), "initialize_ub: shape must be two integers"),
-        (lambda: init((64.0, 32), 2), "initialize_ub: shape must be two integers"),
-        (lambda: init(CAPACITY, "2"), "initialize_ub: tp_size must be an int, got '2'"),
-        (lambda: init(CAPACITY, 2, 8), "quantization_modes must be UserBufferQuantizationMode.NONE, or a list"),
-        (lambda: init(CAPACITY, 2, dtype="bf16"), "dtype must be a torch.dtype, got 'bf16'"),
-        (lambda: init(CAPACITY, 2, ub_cfgs=3), "ub_cfgs must be None or a mapping, got 3"),
         (lambda: init(CAPACITY, 2, group="tp"), "group must be a Group from init_group, or None, got 'tp'"),
-    ]
-    for call, says in wrong if group.rank == 0 else []:
-        with pytest.raises(TypeError) as caught:
-            call()
-        assert says in str(caught.value)
-    with pytest.raises(ValueError, match="two integers") as caught_value:
-        library.initialize_ub((64, 32, 1), 2, group=group)
-    assert "[64, 32, 1]" in str(caught_value.value)
-    with pytest.raises(RuntimeError, match="not initialised"):
-        to.get_ub("qkv_fprop")
-    for shape in (3, "ab"):
-        assert "active shape must be two integers" in _raised(functools.partial(buffer.set_active_shape, shape))
+        # Equal to one that is there, which is no meeting of ranks.
+        (lambda: group.user_buffer(64.0, 32, torch.float32), "user_buffer: max_tokens must be an int, got 64.0"),
+    ):
+        with pytest.raises(TypeError) as local:
+            alone()
+        assert says in str(local.value)
+    for active in (3, "ab"):
+        assert "active shape must be two integers" in _raised(functools.partial(buffer.set_active_shape, active))
     assert buffer.active_shape == CAPACITY
     assert group.user_buffer(*CAPACITY, torch.float32) is buffer
     library.initialize_ub(CAPACITY, 2, group=group)
@@ -271,5 +332,23 @@ def _wrong_types() -> None:
     group.close()
 
 
-def test_arguments_of_the_wrong_type_are_one_ranks_own_error() -> None:
-    run_ranks(2, _wrong_types)
+def test_a_wrong_argument_of_one_rank_is_an_error_of_all() -> None:
+    run_ranks(2, _wrong_arguments)
+
+
+def _nobody_to_tell() -> str:
+    """The others do not come: what was wrong here is in the error all the same."""
+    group: Any = to.init_group(timeout_s=2)
+    message = ""
+    if group.rank == 1:
+        with pytest.raises(to.CommTimeoutError) as caught:
+            group.user_buffer("64", 32)
+        message = str(caught.value)
+    dist.barrier()
+    group.recover()
+    group.close()
+    return message
+
+
+def test_a_wrong_argument_that_nobody_hears_of() -> None:
+    assert "for rank 0, to tell them: user_buffer: max_tokens must be an int" in run_ranks(2, _nobody_to_tell)[1]

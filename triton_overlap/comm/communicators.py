@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .gemm_configs import default_config, gemm_configs
+from .gemm_configs import GemmConfig, default_config, gemm_configs
 from .group import Group, init_group
 from .user_buffers import Communicator, check_capacity
 
@@ -83,31 +83,36 @@ def initialize_ub(
         RuntimeError: the group has user buffers already.
         TypeError: an argument is of another type than its annotation says; nothing was made.
         ValueError: an argument does not fit, or differs between ranks; the message says what would do.
+
+    All of these on every rank, also where one rank alone is at fault; but for ``group``, in which ranks would meet.
     """
-    if any(known.group is group or (group is None and known.owns_group) for known in _open_sets()):
-        raise RuntimeError("user buffers are initialised already; call destroy_ub() first")
-    max_tokens, hidden = _capacity(shape, dtype)
-    if isinstance(tp_size, bool) or not isinstance(tp_size, int):
-        raise TypeError(f"initialize_ub: tp_size must be an int, got {tp_size!r}")
-    _check_quantization(quantization_modes)
-    configs = gemm_configs(ub_cfgs)
     if group is not None and not isinstance(group, Group):
         raise TypeError(f"initialize_ub: group must be a Group from init_group, or None, got {group!r}")
     owns_group = group is None
-    if group is None:
-        group = init_group()
+    used = init_group() if group is None else group
+
+    def judge() -> tuple[int, int, dict[str, GemmConfig]]:
+        if any(known.group is group or (group is None and known.owns_group) for known in _open_sets()):
+            raise RuntimeError("user buffers are initialised already; call destroy_ub() first")
+        max_tokens, hidden = _capacity(shape, used.world_size, dtype)
+        if isinstance(tp_size, bool) or not isinstance(tp_size, int):
+            raise TypeError(f"initialize_ub: tp_size must be an int, got {tp_size!r}")
+        _check_quantization(quantization_modes)
+        configs = gemm_configs(ub_cfgs)
+        if used.world_size != tp_size:
+            raise ValueError(f"tp_size must be the group's size {used.world_size}, got {tp_size}; pass another group")
+        return max_tokens, hidden, configs
+
     try:
-        if group.world_size != tp_size:
-            raise ValueError(f"tp_size must be the group's size {group.world_size}, got {tp_size}; pass another group")
-        # Before modules take their methods from it: ranks that differ would find out at a product, or in backward.
-        group.agree("ub_cfgs", [str(config) for config in configs.values() if config != default_config(config.name)])
-        buffer = group.user_buffer(max_tokens, hidden, dtype)
+        # Also before modules take their methods from it: ranks that differ would find out at a product, or in backward.
+        max_tokens, hidden, configs = used.agree_on("ub_cfgs", judge, lambda judged: _unusual(judged[2]))
+        buffer = used.user_buffer(max_tokens, hidden, dtype)
     except BaseException:
         if owns_group:
-            group.close()
+            used.close()
         raise
     communicators = {name: Communicator(name, buffer, config) for name, config in configs.items()}
-    _sets.append(CommunicatorSet(group, owns_group, communicators))
+    _sets.append(CommunicatorSet(used, owns_group, communicators))
 
 
 def get_ub(name: str, *, group: Group | None = None) -> Communicator:
@@ -180,7 +185,12 @@ def _set_of(group: Group | None) -> CommunicatorSet:
     return sets[0]
 
 
-def _capacity(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
+def _unusual(configs: Mapping[str, GemmConfig]) -> list[str]:
+    """Those that are not the default, for messages."""
+    return [str(config) for config in configs.values() if config != default_config(config.name)]
+
+
+def _capacity(shape: Sequence[int], world_size: int, dtype: torch.dtype) -> tuple[int, int]:
     """``shape`` as max_tokens and hidden, where ``initialize_ub`` can take it."""
     allowed = "two integers, [max_tokens, hidden]"
     try:
@@ -190,7 +200,7 @@ def _capacity(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
     if len(dims) != 2:
         raise ValueError(f"initialize_ub: shape must be {allowed}, got {dims}")
     max_tokens, hidden = dims
-    check_capacity("initialize_ub", max_tokens, hidden, dtype)
+    check_capacity("initialize_ub", world_size, max_tokens, hidden, dtype)
     return max_tokens, hidden
 
 

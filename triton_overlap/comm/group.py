@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,8 @@ LONGEST_TIMEOUT_S = 30 * 86400.0
 _RECOVER = "the group is broken: call group.recover() on every rank"
 #: How long closing a broken group waits for the other ranks to stop writing to it.
 BROKEN_CLOSE_S = 5.0
+
+_T = TypeVar("_T")
 
 _names = itertools.count()
 _allocations = itertools.count()
@@ -147,17 +149,21 @@ class Group:
             device_count: for calls that take T from the device (:class:`UserBuffer`).
 
         Raises:
-            TypeError: not two ints, a dtype and a bool. Local.
-            ValueError: the ranks differ, or no buffer can have these (``UserBuffer``); on every rank.
+            TypeError: not two ints, a dtype and a bool on some rank; on every rank, as any of these.
+            ValueError: the ranks differ, or no buffer can have these (``UserBuffer``).
         """
-        check_capacity("user_buffer", max_tokens, hidden, dtype)
-        if not isinstance(device_count, bool):
-            raise TypeError(f"user_buffer: device_count must be True or False, got {device_count!r}")
         key = (max_tokens, hidden, dtype, device_count)
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.closed:
+        try:
+            buffer = self._buffers.get(key)
+        except TypeError:  # no key, which the ranks hear of below
+            buffer = None
+        if buffer is not None and not buffer.closed:
+            # What equals the key may be of another type, 64.0 for instance. Ranks whose buffer is there do not meet.
+            check_capacity("user_buffer", self.world_size, *key)
+        else:
             self._open_buffers()
-            buffer = self._buffers[key] = UserBuffer(self, max_tokens, hidden, dtype, device_count=device_count)
+            buffer = UserBuffer(self, max_tokens, hidden, dtype, device_count=device_count)
+            self._buffers[key] = buffer
         found: UserBuffer = buffer
         return found
 
@@ -178,10 +184,41 @@ class Group:
 
     def agree(self, what: str, value: Any) -> None:
         """Collective: ``ValueError`` on every rank, listing all values, unless every rank passes an equal ``value``."""
-        values = self.all_gather_object(value, f"compare {what}")
+        self.agree_on(what, lambda: value)
+
+    def agree_on(self, what: str, judge: Callable[[], _T], compared: Callable[[_T], Any] | None = None) -> _T:
+        """Collective: what ``judge`` returns here, once every rank's has returned and the results are equal.
+
+        For arguments of collective constructors: ranks meet before any of them gives up, so that a mistake of one is
+        an error of all at once, and not one rank's own while the others wait for it.
+
+        Args:
+            what: is judged and compared, for messages.
+            judge: checks the arguments, and raises where they break a rule. Local.
+            compared: what of the result must be equal on every rank, picklable; by default the result itself.
+
+        Raises:
+            BackendError, NotImplementedError, TypeError, ValueError, RuntimeError: what ``judge`` raised on some rank,
+                on every rank; the message names it.
+            ValueError: the results differ; lists them all.
+        """
+        problem: Exception | None = None
+        mine = None
+        try:
+            result = judge()
+            mine = result if compared is None else compared(result)
+        except Exception as error:  # noqa: BLE001  # raised below, on every rank
+            problem = error
+        sent = None if problem is None else (_kind(problem), str(problem))
+        everyone = self.all_gather_object((mine, sent), f"compare {what}" if sent is None else f"tell them: {sent[1]}")
+        problems = {rank: found for rank, (_, found) in enumerate(everyone) if found is not None}
+        if problems:
+            raise _error_of_ranks(problems, self.world_size) from problem
+        values = [value for value, _ in everyone]
         if any(other != values[0] for other in values):
             given = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(values))
             raise ValueError(f"{what} must be the same on every rank, got {given}")
+        return result
 
     def before_call(self, *, capturable: bool = False) -> None:
         """Raise what stands in the way of a call (a closed or broken group, a failure since the last call, another
@@ -346,6 +383,23 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group({self.name}, rank {self.rank} of {self.world_size}, {self.backend.name})"
+
+
+def _kind(error: Exception) -> type[Exception]:
+    """What ``error`` becomes on all ranks: a class that takes a message, and that all of them have."""
+    kinds = (BackendError, NotImplementedError, TypeError, ValueError)
+    return next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
+
+
+def _error_of_ranks(problems: dict[int, tuple[type[Exception], str]], world_size: int) -> Exception:
+    """The error that every rank raises for what was wrong on some: that of the lowest, with those of the others."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, (_, text) in problems.items():
+        ranks_of.setdefault(text, []).append(rank)
+    kind, text = next(iter(problems.values()))
+    if len(ranks_of[text]) < world_size:
+        text = "; ".join(f"on {ranks_in_words(ranks)}: {each}" for each, ranks in ranks_of.items())
+    return kind(text)
 
 
 def _description(buffer: Any) -> str:

@@ -22,6 +22,10 @@ from .layout import STATE_WORDS, BufferLayout, StateWord, TableWord
 if TYPE_CHECKING:
     from .group import Group
 
+#: Rows and columns at most: kernels, headers and descriptors count both in 32 bits.
+_MOST_ROWS = 2**31 - 1
+#: Bytes at most: what a process can address. Backends refuse less, where they find no room.
+_MOST_BYTES = 2**47
 #: dtypes a buffer may have.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -91,15 +95,41 @@ def check_active_shape(shape: Sequence[int], capacity: tuple[int, int], world_si
     )
 
 
-def check_capacity(what: str, max_tokens: object, hidden: object, dtype: object) -> None:
-    """TypeError unless a buffer's capacity and dtype are of the right types. Local: their values are judged when the
-    ranks have compared them."""
+def check_capacity(
+    what: str, world_size: int, max_tokens: object, hidden: object, dtype: object, device_count: object = False
+) -> tuple[int, int, torch.dtype, bool]:
+    """The arguments as they are, or TypeError or ValueError with the rule of a buffer that they break. Local."""
+    sizes = []
     for name, size in (("max_tokens", max_tokens), ("hidden", hidden)):
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(f"{what}: {name} must be an int, got {size!r}; int() makes it one")
+        if size > _MOST_ROWS:
+            raise ValueError(
+                f"{what}: {name} must be at most {_MOST_ROWS}, since kernels count in 32 bits, got {size}; give what "
+                "the largest call needs"
+            )
+        sizes.append(size)
+    allowed = ", ".join(map(str, DTYPES))
     if not isinstance(dtype, torch.dtype):
-        allowed = ", ".join(map(str, DTYPES))
         raise TypeError(f"{what}: dtype must be a torch.dtype, got {dtype!r}; allowed: {allowed}")
+    if not isinstance(device_count, bool):
+        raise TypeError(f"{what}: device_count must be True or False, got {device_count!r}; bool() makes it one")
+    if dtype not in DTYPES:
+        raise ValueError(f"{what}: dtype must be one of {allowed}, got {dtype}")
+    if min(sizes) <= 0:
+        raise ValueError(f"{what}: capacity must be positive, got {sizes}; give the tokens and columns of calls")
+    if sizes[0] % world_size:
+        raise ValueError(
+            f"{what}: max_tokens must be divisible by the group size {world_size}, got {sizes[0]}; the next "
+            f"larger one is {-(-sizes[0] // world_size) * world_size}"
+        )
+    num_bytes = BufferLayout(world_size, sizes[0], sizes[1], dtype.itemsize).num_bytes
+    if num_bytes > _MOST_BYTES:
+        raise ValueError(
+            f"{what}: a buffer must have at most {_MOST_BYTES} bytes, got {num_bytes} for {sizes} in {dtype}; give "
+            "what the largest call needs"
+        )
+    return sizes[0], sizes[1], dtype, device_count
 
 
 class CallScope:
@@ -139,18 +169,10 @@ class UserBuffer:
     ) -> None:
         group.refuse_capture("a user buffer cannot be registered")
         group.before_call()
-        # Compared before anything is judged: ranks that differ must all hear of it, also where one of them is wrong.
-        kind = ("device_count",) if device_count else ()
-        group.agree("capacity and dtype of a user buffer", (max_tokens, hidden, str(dtype), *kind))
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
-        if max_tokens <= 0 or hidden <= 0:
-            raise ValueError(f"capacity must be positive, got [{max_tokens}, {hidden}]")
-        if max_tokens % group.world_size:
-            raise ValueError(
-                f"max_tokens must be divisible by the group size {group.world_size}, got {max_tokens}; the next "
-                f"larger one is {-(-max_tokens // group.world_size) * group.world_size}"
-            )
+        group.agree_on(
+            "capacity and dtype of a user buffer",
+            lambda: check_capacity("user_buffer", group.world_size, max_tokens, hidden, dtype, device_count),
+        )
         self.group = group
         self.dtype = dtype
         self.capacity_shape = (max_tokens, hidden)
