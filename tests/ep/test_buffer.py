@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -107,3 +108,26 @@ def test_a_closed_buffer_keeps_no_memory() -> None:
             _ = buffer.table
 
     World(2, 3).run(body)
+
+
+@pytest.mark.parametrize(
+    "arguments, kind, message",
+    [
+        ({"num_sms": 1.5}, TypeError, r"num_sms must be of type int, got 1\.5"),
+        ({"kernel": "fast"}, ValueError, "kernel must be"),
+        ({"network": "pigeon"}, ValueError, "network is"),
+        ({"num_sub_parts": 3}, ValueError, "settings of an expert buffer must be the same on every rank"),
+        ({"timeout_s": -1.0}, ValueError, "timeout_s must be positive seconds"),
+        ({"allow_hybrid_mode": False}, ValueError, "need allow_hybrid_mode"),
+    ],
+)
+def test_a_mistake_of_one_rank_is_an_error_of_all(arguments: dict[str, Any], kind: type, message: str) -> None:
+    def body(group: Group) -> None:
+        case = Case(2, 1, tokens=(6, 3))
+        given = {"network": "simulated"} | (arguments if group.rank == 1 else {})
+        with pytest.raises(kind, match=message) as caught:
+            bodies.make_buffer(group, case, **given)
+        assert "rank" in str(caught.value)
+        bodies.round_trip(bodies.make_buffer(group, case, network="simulated"), case, 1)
+
+    World(2, 3, timeout_s=20.0).run(body)

@@ -292,7 +292,7 @@ def compiled(group: to.Group, cpu_sync: bool) -> None:
 
 
 def graph(group: to.Group) -> None:
-    """One CUDA graph of a forward and a backward, replayed with other tokens and routings."""
+    """One CUDA graph of a forward and a backward, replayed with other tokens and routings, also after a recovery."""
     buffer, rank = make_buffer(group, torch.bfloat16), group.rank
     x = torch.zeros(MAX_TOKENS, HIDDEN, dtype=buffer.dtype, device=group.device, requires_grad=True)
     grad = torch.zeros_like(x)
@@ -311,7 +311,10 @@ def graph(group: to.Group) -> None:
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured, stream=stream):
         results = step()
-    for seed, routing in enumerate((*ROUTINGS.values(), USUAL)):
+    routings = (*ROUTINGS.values(), USUAL)
+    for seed, routing in enumerate(routings):
+        if seed == len(routings) - 1:
+            group.recover()
         problem = Round(buffer, routing, expand=True, biases=0, seed=seed)
         tokens = len(problem.idx[rank])
         idx.fill_(-1)

@@ -22,11 +22,12 @@ import torch
 
 from ..comm.backend import SymmetricMemory
 from ..comm.group import Group, check_timeout
-from ..comm.network import check_requirements, create_network
+from ..comm.network import Network, check_requirements, create_network
 from ..comm.signals import EpForm, Operation, ep_operation_code
 from ..errors import ClosedError
 from ..kernels import ep_combine, ep_dispatch, ep_route, ep_unpack
 from ..kernels.ep_dispatch import Payload
+from ..kernels.ep_layout import EpLayout
 from ..kernels.ep_partials import Partials
 from .handle import EpHandle
 from .memory import EpMemory
@@ -77,7 +78,7 @@ class ExpertBuffer:
             the environment's.
 
     Raises:
-        ValueError: a rule is broken; the message names it.
+        TypeError, ValueError: an argument breaks a rule, or differs between ranks; on every rank, whichever it is.
         BackendError: the network cannot run here.
     """
 
@@ -108,41 +109,48 @@ class ExpertBuffer:
     ) -> None:
         group.before_call()
         on_gpu = group.device.type == "cuda"
-        self.settings = Settings.choose(
-            world_size=group.world_size,
-            num_max_tokens_per_rank=num_max_tokens_per_rank,
-            hidden=hidden,
-            num_topk=num_topk,
-            num_experts=num_experts,
-            dtype=dtype,
-            use_fp8_dispatch=use_fp8_dispatch,
-            allow_multiple_reduction=allow_multiple_reduction,
-            num_scale_up=num_scale_up,
-            kernel=kernel,
-            num_allocated_qps=num_allocated_qps,
-            num_sms=num_sms,
-            channels_per_sm=channels_per_sm,
-            capability=torch.cuda.get_device_capability(group.device)[0] if on_gpu else 0,
-            interpreted=group.backend.interpreted,
-            min_tokens_per_part=min_tokens_per_part,
-            num_sub_parts=num_sub_parts,
-            min_sub_tokens=min_sub_tokens,
-            arch_min_sub_tokens=arch_min_sub_tokens,
-        )
-        self.timeout_s = group.timeout_s if timeout_s is None else timeout_s
-        check_timeout(self.timeout_s)
-        group.agree("settings of an expert buffer", (repr(self.settings), network, self.timeout_s))
-        if self.settings.num_scale_up < group.world_size and not allow_hybrid_mode:
-            raise ValueError(
-                f"{group.world_size} ranks with num_scale_up {num_scale_up} need allow_hybrid_mode, which is False"
+
+        def judge() -> tuple[Settings, EpLayout, Network, float]:
+            check_switches(allow_hybrid_mode=allow_hybrid_mode, deterministic=deterministic)
+            wait_s = group.timeout_s if timeout_s is None else timeout_s
+            check_timeout(wait_s)
+            chosen = Settings.choose(
+                world_size=group.world_size,
+                num_max_tokens_per_rank=num_max_tokens_per_rank,
+                hidden=hidden,
+                num_topk=num_topk,
+                num_experts=num_experts,
+                dtype=dtype,
+                use_fp8_dispatch=use_fp8_dispatch,
+                allow_multiple_reduction=allow_multiple_reduction,
+                num_scale_up=num_scale_up,
+                kernel=kernel,
+                num_allocated_qps=num_allocated_qps,
+                num_sms=num_sms,
+                channels_per_sm=channels_per_sm,
+                capability=torch.cuda.get_device_capability(group.device)[0] if on_gpu else 0,
+                interpreted=group.backend.interpreted,
+                min_tokens_per_part=min_tokens_per_part,
+                num_sub_parts=num_sub_parts,
+                min_sub_tokens=min_sub_tokens,
+                arch_min_sub_tokens=arch_min_sub_tokens,
             )
+            layout = chosen.layout()
+            if layout.num_scale_out > 1 and not allow_hybrid_mode:
+                raise ValueError(
+                    f"{group.world_size} ranks with num_scale_up {num_scale_up} need allow_hybrid_mode, which is False"
+                )
+            found = create_network(network)
+            check_requirements(chosen.kernel, KERNEL_NEEDS[chosen.kernel], found)
+            return chosen, layout, found, wait_s
+
+        self.settings, self.layout, self.network, self.timeout_s = group.agree_on(
+            "settings of an expert buffer", judge, lambda judged: (repr(judged[0]), network, judged[3])
+        )
         self.group = group
         self.hidden, self.num_topk, self.num_experts = hidden, num_topk, num_experts
         self.dtype = dtype
         self.kernel = self.settings.kernel
-        self.network = create_network(network)
-        check_requirements(self.kernel, KERNEL_NEEDS[self.kernel], self.network)
-        self.layout = self.settings.layout()
         self.capacity_shape = (num_max_tokens_per_rank, hidden)
         self.handle = f"expert_buffer_{next(_handles)}"
         self._registered: EpMemory | None = EpMemory(
