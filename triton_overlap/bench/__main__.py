@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from triton_overlap.bench import counts, ep, host, layer, reports, tasks, tp, train
+from triton_overlap.bench import counts, ep, ep_puts, host, layer, reports, tasks, tp, train
 from triton_overlap.bench.problems import MODELS, layer_problems, model_problems, random_problems
 from triton_overlap.bench.ranks import ranks
 from triton_overlap.bench.results import Kept, Results
 from triton_overlap.bench.rivals import every_method
 from triton_overlap.bench.session import Session, Settings
 from triton_overlap.problems import Problem
+from triton_overlap.sim import NetworkCost
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 METHODS = ["fused", "ring_exchange", "pipeline", "nccl", "auto", "bulk"]
@@ -61,6 +62,7 @@ FULL: dict[str, dict[str, Any]] = {
         "warmup": 5,
         "repetitions": 3,
     },
+    "ep_puts": {"problems": ["128x7168x8x256", "8192x7168x8x256"], "num_sms": 24, "channels_per_sm": 2},
     # Powers of two and counts halfway between them.
     "tune": {
         "models": list(MODELS),
@@ -106,6 +108,7 @@ SMOKE: dict[str, dict[str, Any]] = {
         "warmup": 0,
         "repetitions": 1,
     },
+    "ep_puts": {"problems": ["24x128x2x4"], "num_sms": 1, "channels_per_sm": 2},
     "tune": {"size": [32, 16], "tokens": [8], "rounds": 1, "warmup": 1, "max_seconds": 60.0},
 }
 
@@ -190,6 +193,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     experts.add_argument("--num-sms", type=int, help="of the variants")
     experts.add_argument("--channels-per-sm", type=int, help="of the variants")
     experts.add_argument("--repetitions", type=int, help="of the variants")
+    puts = commands.add_parser("ep_puts", parents=[output], help="puts of a dispatch, and their cost to a network")
+    puts.add_argument("--problems", nargs="+", help="tokens of a rank x hidden x top-k x experts")
+    puts.add_argument("--per-put-ns", type=float, default=200.0, help="nanoseconds of a put (200: 5 million a second)")
+    puts.add_argument("--per-byte-ns", type=float, default=0.02, help="and of each of its bytes (0.02: 50 GB/s)")
+    puts.add_argument("--num-sms", type=int, help="of the buffers (24)")
+    puts.add_argument("--channels-per-sm", type=int, help="of the buffers (2)")
+    puts.add_argument("--seed", type=int, default=0, help="of inputs and of the schedule (0)")
+    puts.add_argument("--processes", type=int, default=os.cpu_count(), help="simulations at a time (one a core)")
+    puts.add_argument("--smoke", action="store_true", help="a tiny problem")
+    puts.add_argument("--commit", help="git commit to record where the source tree has no history")
     tune = commands.add_parser("tune", parents=[shared, products], help="measure a table for auto (docs/choosing.md)")
     tune.add_argument("--max-seconds", type=float, help="begin no problem after these")
     tune.add_argument("--out", type=Path, default=Path("out"), help="folder for the table (out)")
@@ -309,6 +322,23 @@ def measure_experts(args: argparse.Namespace, argv: list[str], console: Console)
     return ep.run(settings, console)
 
 
+def simulate_puts(args: argparse.Namespace, argv: list[str], console: Console) -> Kept:
+    """``ep_puts``, which takes no ranks."""
+    # For the processes that simulate: Triton decides when it is imported.
+    os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    settings = ep_puts.Settings(
+        problems=args.problems,
+        cost=NetworkCost(args.per_put_ns, args.per_byte_ns),
+        num_sms=args.num_sms,
+        channels_per_sm=args.channels_per_sm,
+        seed=args.seed,
+        processes=args.processes,
+        command=without_paths(argv),
+        commit=args.commit,
+    )
+    return ep_puts.run(settings, console)
+
+
 def make_table(args: argparse.Namespace, session: Session) -> None:
     """One rank's part of ``tune``."""
     table = tp.tune(session, products_of(args, session.group.world_size), args.max_seconds)
@@ -365,6 +395,9 @@ def main(argv: Sequence[str]) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=160)
     if args.command == "show":
         report(reports.load(args.file), args, console)
+        return 0
+    if args.command == "ep_puts":
+        report(simulate_puts(args, list(argv), console), args, console)
         return 0
     if "RANK" in os.environ:
         run_rank(args, list(argv), console)

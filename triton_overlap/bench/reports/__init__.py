@@ -14,12 +14,13 @@ from types import ModuleType
 from triton_overlap.bench import ep_results
 from triton_overlap.bench.results import Kept, Results
 
-from . import counts, host, layer, tp, train
+from . import counts, ep_puts, host, layer, tp, train
 
 #: By kind, the name of what is kept.
 REPORTS: dict[str, ModuleType] = {
     "counts": counts,
     "ep": ep_results,
+    "ep_puts": ep_puts,
     "host": host,
     "layer": layer,
     "tp": tp,
