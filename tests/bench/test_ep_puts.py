@@ -14,7 +14,9 @@ from triton_overlap.bench.results import Results
 
 def test_a_small_run_counts_puts_and_what_they_cost(tmp_path: Path) -> None:
     figure = tmp_path / "figure.png"
-    found = run_bench("ep_puts", "--smoke", "--out", str(tmp_path), "--plot", str(figure), "--per-put-ns", "300")
+    found = run_bench(
+        "ep_puts", "--smoke", "--processes", "1", "--out", str(tmp_path), "--plot", str(figure), "--per-put-ns", "300"
+    )
     assert found.returncode == 0, found.stderr
     assert figure.read_bytes().startswith(b"\x89PNG")
     (path,) = tmp_path.glob("ep_puts_simulated-network_2_*.json")
