@@ -332,6 +332,54 @@ def errors(group: to.Group, sizes: Sizes, folder: str) -> None:
             call()
         assert words in str(caught.value), str(caught.value)
         assert group.broken is None
+    library: Any = to  # no type checker lets these through
+    buffer = sizes.buffer(group, torch.float32)
+    b = torch.ones(sizes.hidden, sizes.features)
+
+    def problem_with(**sizes: Any) -> Any:
+        return lambda: to.Problem("all_gather_matmul", **{"tokens": 4, "n": 8, "k": 8, "world_size": 2, **sizes})
+
+    for call, words in (
+        (lambda: library.tune([5], [problem]), "tune: group must be a Group; to.init_group() makes one, got [5]"),
+        (tune(5), "tune: problems must be a list of Problems; to.Problem(operation, tokens, n, k, world_size)"),
+        (tune([5]), "tune: problems[0] must be one of the Problems; to.Problem("),
+        (tune(candidates=5), "tune: candidates must be lists of methods by operation, such as {"),
+        (tune(candidates={"all_gather_matmul": 5}), "tune: candidates['all_gather_matmul'] must be a list; candidates"),
+        (tune(candidates={5: ["fused"]}), "tune: an operation of candidates must be a str; candidates are lists"),
+        (tune(effort=5), "tune: effort must be an Effort or None; to.Effort(rounds=10) makes one, got 5"),
+        (tune(path=5), "tune: path must be a str, a Path or None, got 5"),
+        (lambda: library.load_table(None, group=group), "load_table: path must be a str or a Path, such as"),
+        (lambda: library.load_table("table.json", group=None), "load_table: group must be a Group"),
+        (lambda: library.warm_up("all_gather_matmul", None, buffer=buffer), "b must be a torch.Tensor, got None"),
+        (lambda: library.warm_up("all_gather_matmul", b, buffer=None), "buffer must be a UserBuffer or a communicator"),
+        (lambda: library.warm_up("all_gather_matmul", b, buffer=buffer, bias=3), "bias must be a torch.Tensor or None"),
+        (lambda: library.explain("all_gather_matmul", n=8, k=8, tokens=8, buffer=3), "buffer must be a UserBuffer or"),
+        (
+            lambda: library.explain("all_gather_matmul", n=8, k="8", tokens=8, buffer=buffer),
+            "explain: k must be an int",
+        ),
+        (lambda: library.Effort(rounds="3"), "Effort: rounds must be an int; int() makes it one, got '3'"),
+        (lambda: library.Effort(noise="low"), "Effort: noise must be a number; float() makes it one, got 'low'"),
+        (problem_with(tokens="4"), "Problem: tokens must be an int, got '4'; int() makes it one"),
+        (problem_with(n=8.0), "Problem: n must be an int, got 8.0"),
+    ):
+        with pytest.raises(TypeError) as wrong:
+            call()
+        assert words in str(wrong.value), str(wrong.value)
+        assert group.broken is None
+    with pytest.raises(ValueError, match=r"b must have 2 dimensions, \[K, N\], got 1"):
+        to.warm_up("all_gather_matmul", b[0], buffer=buffer)
+    # One rank's own mistake is an error of all, at once.
+    mine = group.rank == 1
+    for call, words in (
+        (lambda: library.tune(group, [5] if mine else [problem]), "problems[0] must be one of"),
+        (lambda: library.load_table(5 if mine else "none.json", group=group), "path must be a str or a Path"),
+    ):
+        with pytest.raises(TypeError) as wrong:
+            call()
+        assert str(wrong.value).startswith("on rank 1: ")
+        assert words in str(wrong.value), str(wrong.value)
+    assert group.broken is None
 
 
 def a_wrong_candidate(group: to.Group, sizes: Sizes) -> str:

@@ -61,6 +61,7 @@ class Problem:
         dtype: of operands and results.
 
     Raises:
+        TypeError: a size that is no int.
         ValueError: an unknown operation, a size below 1, or a T that the ranks do not divide.
     """
 
@@ -76,6 +77,10 @@ class Problem:
         if self.operation not in known:
             raise ValueError(f"operation must be one of {', '.join(known)}, got {self.operation!r}")
         object.__setattr__(self, "operation", Operation(self.operation).value)
+        for name in ("tokens", "n", "k", "world_size"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise TypeError(f"Problem: {name} must be an int, got {size!r}; int() makes it one")
         if self.dtype not in TOLERANCE:
             raise ValueError(f"dtype must be one of {', '.join(map(str, TOLERANCE))}, got {self.dtype}")
         if min(self.tokens, self.n, self.k, self.world_size) < 1:

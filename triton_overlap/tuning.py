@@ -7,7 +7,7 @@ the same on every rank (kernels/choose.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -23,6 +23,7 @@ from .comm.user_buffers import Communicator, UserBuffer
 from .kernels.choose import Explanation, choices_of
 from .kernels.methods import Method, parse_for
 from .kernels.tables import TABLE_OPERATIONS, Row, Table
+from .ops.validation import check_optional_tensors, check_tensors, handle_of
 from .problems import TOLERANCE, Inputs, Problem, WrongResult, cache_bytes_of, leave_nan
 from .reference import relative_error
 from .timing import EventTimer, HostTimer, Timer, Timing, slowest, take_turns
@@ -74,6 +75,10 @@ class Effort:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("rounds", "warmup", "seed"):
+            _check_type(f"Effort: {name}", getattr(self, name), (int,), "an int; int() makes it one")
+        for name in ("noise", "max_seconds") if self.max_seconds is not None else ("noise",):
+            _check_type(f"Effort: {name}", getattr(self, name), (int, float), "a number; float() makes it one")
         if self.rounds < 1 or self.warmup < 0:
             raise ValueError(f"rounds must be at least 1 and warmup 0, got {self.rounds} and {self.warmup}")
         if not 0 <= self.noise < 1:
@@ -149,20 +154,23 @@ def tune(
         The table; with ``effort.max_seconds`` perhaps of the first problems only.
 
     Raises:
+        TypeError: an argument is of another type than its annotation says, on some rank; on every rank, as the others.
         ValueError: no problems, no candidates for one, an operation or a method that does not exist, another group
             size, ranks that ask for different things, or a path that cannot be written.
         NotImplementedError: the group's backend cannot run a candidate.
         WrongResult: a candidate's result is wrong on some rank.
     """
-    effort = effort or Effort()
-    problems = list(dict.fromkeys(problems))
-    if not problems:
-        raise ValueError("tune: give at least one problem")
-    sizes = {problem.world_size for problem in problems} - {group.world_size}
-    if sizes:
-        raise ValueError(f"tune: problems must be for the group's {group.world_size} ranks, got {sorted(sizes)}")
-    methods = _checked_candidates(group, problems, candidates)
-    group.agree("what to tune", (problems, methods, effort))
+    _check_group("tune", group)
+
+    def judge() -> tuple[list[Problem], dict[Problem, list[str]], Effort]:
+        if path is not None:
+            _check_type("tune: path", path, (str, Path), "a str, a Path or None")
+        if effort is not None:
+            _check_type("tune: effort", effort, (Effort,), "an Effort or None; to.Effort(rounds=10) makes one")
+        checked = _checked_problems(group, problems)
+        return checked, _checked_candidates(group, checked, candidates), effort or Effort()
+
+    problems, methods, effort = group.agree_on("what to tune", judge)
     began = time.monotonic()
     rows: list[Row] = []
     with _own_buffers(group, problems) as buffers, _without_synchronising(group):
@@ -183,11 +191,13 @@ def load_table(path: str | Path, *, group: Group) -> Table:
     """Collective: let ``auto`` choose by the table in ``path``, before any other table. Rank 0 reads it for all.
 
     Raises:
+        TypeError: on every rank, where ``path`` is neither a str nor a Path on some.
         ValueError: on every rank, where the file cannot be read, is no table, has another version, or is for other
             devices or another group size.
     """
-    if not isinstance(path, (str, Path)):
-        raise TypeError(f"load_table: path must be a str or a Path, got {path!r}")
+    _check_group("load_table", group)
+    remedy = 'a str or a Path, such as "table.json" that tune(.., path=..) has written'
+    group.agree_on("paths of tables", lambda: _check_type("load_table: path", path, (str, Path), remedy))
     table = _from_rank_0(group, lambda: Table.load(Path(path)))
     choices_of(group).load(table)
     return table
@@ -213,12 +223,18 @@ def explain(
         group, dtype: its group and dtype.
 
     Raises:
+        TypeError: an argument is of another type than its annotation says.
         ValueError: an unknown operation, a size below 1, or neither a buffer nor a group with a dtype.
     """
     if buffer is not None:
+        handle_of("explain", buffer)
         group, dtype = buffer.group, dtype or buffer.dtype
     if group is None or dtype is None:
         raise ValueError("explain: give a buffer, or a group and a dtype")
+    _check_group("explain", group)
+    _check_type("explain: dtype", dtype, (torch.dtype,), "a torch.dtype, such as torch.bfloat16")
+    for name, size in (("n", n), ("k", k), ("tokens", tokens)):
+        _check_type(f"explain: {name}", size, (int,), "an int; int() makes it one")
     return choices_of(group).explain(operation, dtype, n, k, tokens)
 
 
@@ -238,8 +254,14 @@ def warm_up(operation: str, b: Tensor, *, buffer: UserBuffer | Communicator, bia
         The methods that were run, in forward and backward passes.
 
     Raises:
+        TypeError: an argument is of another type than its annotation says. Local, as with the operation itself.
         ValueError: an unknown operation, or operands that do not fit.
     """
+    handle_of("warm_up", buffer)
+    check_tensors("warm_up", b=b)
+    check_optional_tensors("warm_up", bias=bias)
+    if b.dim() != 2:
+        raise ValueError(f"warm_up: b must have 2 dimensions, [K, N], got {b.dim()} ({list(b.shape)})")
     group = buffer.group
     k, n = b.shape
     choices = choices_of(group)
@@ -265,10 +287,42 @@ def _alias(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
+def _check_type(what: str, value: object, types: tuple[type, ...], allowed: str) -> None:
+    """TypeError unless ``value`` is one of ``types``; a bool is no number."""
+    if not isinstance(value, types) or isinstance(value, bool):
+        raise TypeError(f"{what} must be {allowed}, got {value!r}")
+
+
+def _check_group(what: str, group: object) -> None:
+    _check_type(f"{what}: group", group, (Group,), "a Group; to.init_group() makes one")
+
+
+def _checked_problems(group: Group, problems: Sequence[Problem]) -> list[Problem]:
+    """Each once, or the rule that one breaks."""
+    remedy = "Problems; to.Problem(operation, tokens, n, k, world_size) makes one"
+    if isinstance(problems, str) or not isinstance(problems, Iterable):
+        raise TypeError(f"tune: problems must be a list of {remedy}, got {problems!r}")
+    problems = list(problems)
+    for index, problem in enumerate(problems):
+        _check_type(f"tune: problems[{index}]", problem, (Problem,), f"one of the {remedy}")
+    if not problems:
+        raise ValueError("tune: give at least one problem")
+    sizes = {problem.world_size for problem in problems} - {group.world_size}
+    if sizes:
+        raise ValueError(f"tune: problems must be for the group's {group.world_size} ranks, got {sorted(sizes)}")
+    return list(dict.fromkeys(problems))
+
+
 def _checked_candidates(
     group: Group, problems: Sequence[Problem], candidates: Mapping[str, Sequence[str | Method]] | None
 ) -> dict[Problem, list[str]]:
     """The methods to measure for each problem."""
+    remedy = 'lists of methods by operation, such as {"all_gather_matmul": ["fused", "nccl"]}'
+    if candidates is not None:
+        _check_type("tune: candidates", candidates, (Mapping,), remedy)
+    for operation, several in (candidates or {}).items():
+        _check_type("tune: an operation of candidates", operation, (str,), f"a str; candidates are {remedy}")
+        _check_type(f"tune: candidates[{operation!r}]", several, (list, tuple), f"a list; candidates are {remedy}")
     unknown = sorted(set(candidates or ()) - set(TABLE_OPERATIONS))
     if unknown:
         raise ValueError(f"tune: unknown operations {unknown} of candidates; known: {', '.join(TABLE_OPERATIONS)}")

@@ -131,6 +131,34 @@ def test_different_collectives_are_an_error_on_every_rank() -> None:
     run_ranks(2, _different_collectives)
 
 
+def _rejoined() -> list[int]:
+    bootstrap = _bootstrap()
+    rank = bootstrap.rank
+    if rank == 0:
+        with pytest.raises(CommTimeoutError, match=r"rejoin: rank 0 of 3 waited 1 s for ranks 1, 2$"):
+            bootstrap.rejoin(1.0)
+    elif rank == 1:
+        with pytest.raises(CommTimeoutError):
+            bootstrap.barrier(0.01)
+    dist.barrier()
+    generations = [bootstrap.rejoin(TIMEOUT_S)]  # the ranks have tried twice, once and once
+    assert bootstrap.all_gather_object(rank, TIMEOUT_S) == [0, 1, 2]
+    if rank != 2:
+        # What rank 2 has left in the store is not rank 2.
+        with pytest.raises(CommTimeoutError, match=r"for rank 2$"):
+            bootstrap.rejoin(1.0)
+    dist.barrier()
+    generations.append(bootstrap.rejoin(TIMEOUT_S))
+    assert bootstrap.all_gather_object(rank, TIMEOUT_S) == [0, 1, 2]
+    return generations
+
+
+def test_ranks_begin_anew_together_wherever_they_were() -> None:
+    first, *others = run_ranks(3, _rejoined)
+    assert first == sorted(set(first))
+    assert others == [first, first]
+
+
 def _subgroup() -> tuple[int, list[str]] | str:
     group = dist.new_group([0, 2])
     if dist.get_rank() == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import time
 from collections.abc import Callable
@@ -352,3 +353,56 @@ def _nobody_to_tell() -> str:
 
 def test_a_wrong_argument_that_nobody_hears_of() -> None:
     assert "for rank 0, to tell them: user_buffer: max_tokens must be an int" in run_ranks(2, _nobody_to_tell)[1]
+
+
+def _backward_after_destroy() -> list[str]:
+    """Whoever still holds the communicator, and who does not: the ranks end alike, and at once."""
+    messages = []
+    for name in ("fc1_fprop", "fc2_fprop"):
+        to.initialize_ub(CAPACITY, 2, dtype=torch.float32)
+        communicator: Any = to.get_ub(name)
+        x = torch.ones(4, 32, requires_grad=True)
+        function: Any = to.all_gather_matmul if name == "fc1_fprop" else to.matmul_reduce_scatter
+        out = function(x, torch.eye(32, requires_grad=True), buffer=communicator)
+        rank = communicator.group.rank
+        if rank == 1:
+            del communicator
+        to.destroy_ub()
+        gc.collect()
+        began = time.monotonic()
+        with pytest.raises(ClosedError) as caught:
+            out.sum().backward()
+        assert time.monotonic() - began < 5
+        messages.append(str(caught.value))
+        if rank == 0:
+            with pytest.raises(ClosedError, match=r"register it with group\.user_buffer or initialize_ub"):
+                function(x, torch.eye(32), buffer=communicator)
+    return messages
+
+
+def test_backward_after_the_buffers_were_destroyed() -> None:
+    for messages in run_ranks(2, _backward_after_destroy):
+        for message in messages:
+            assert message.startswith("user_buffer_")
+            assert "this backward pass runs after destroy_ub()" in message
+
+
+def _backward_on_a_group_that_stays() -> None:
+    """The group keeps its buffers, and so the backward pass works, on ranks that hold the communicator or not."""
+    group = to.init_group(timeout_s=20)
+    to.initialize_ub(CAPACITY, 2, dtype=torch.float32, group=group)
+    communicator = to.get_ub("fc1_fprop")
+    communicator.set_buffer_active_shape((8, 32))
+    a = torch.ones(4, 32, requires_grad=True)
+    out = to.all_gather_matmul(a, torch.eye(32), buffer=communicator)
+    if group.rank == 1:
+        del communicator
+    to.destroy_ub(group=group)
+    gc.collect()
+    out.sum().backward()
+    torch.testing.assert_close(a.grad, torch.full((4, 32), 2.0))
+    group.close()
+
+
+def test_backward_after_communicators_are_gone() -> None:
+    run_ranks(2, _backward_on_a_group_that_stays)

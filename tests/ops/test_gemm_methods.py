@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from tests.ops import backward_bodies
 from tests.ops.backward_bodies import METHODS
 from tests.ops.cases import FULL_GPU, SMALL_CPU, Sizes, in_simulator, on_ranks
 from triton_overlap.comm.gemm_configs import APPLICABLE, gemm_configs
-from triton_overlap.kernels.methods import parse_for
+from triton_overlap.kernels.methods import Method, parse_for
 from triton_overlap.ops.gemm_methods import GemmMethods, backward_operations, configured_method
 
 ONE_COUNT = Sizes(hidden=32, features=24, rows=(5,), max_rows=8)
@@ -40,6 +42,19 @@ def test_text_of_one_method_leaves_backward_to_follow_it() -> None:
 def test_wrong_text(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         GemmMethods.parse(text)
+
+
+def test_methods_that_are_no_text() -> None:
+    wrong: Any = 3
+    for make, words in (
+        (lambda: GemmMethods("fused", dgrad=wrong), "GemmMethods: dgrad must be a str or None, got 3; give the name"),
+        (lambda: GemmMethods("fused", wgrad=wrong), "GemmMethods: wgrad must be a str or None, got 3"),
+        (lambda: GemmMethods(wrong), "GemmMethods: fprop must be a str, got 3; .*known methods: auto, fused"),
+        (lambda: Method(wrong), "a method's name must be a str, got 3; known methods: 'auto'"),
+        (lambda: Method.parse(wrong), "a method must be text, got 3; give a name"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            make()
 
 
 def test_products_that_know_one_method_alone() -> None:

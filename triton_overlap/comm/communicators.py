@@ -136,7 +136,9 @@ def set_ub_active_shape(shape: Sequence[int], *, group: Group | None = None) -> 
 
 def destroy_ub(*, group: Group | None = None) -> None:
     """Collective: forget the communicators of ``group``, or of all groups, and close a group that ``initialize_ub``
-    made. A group that was passed in keeps its buffers. Without any, nothing happens."""
+    made. A group that was passed in keeps its buffers. Without any, nothing happens.
+
+    A backward pass whose forward used a group that is closed here is a ``ClosedError`` on every rank: run it before."""
     for known in _open_sets():
         if group is None or known.group is group:
             _sets.remove(known)

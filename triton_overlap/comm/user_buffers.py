@@ -309,9 +309,7 @@ class UserBuffer:
 
     def _check_open(self) -> None:
         if self.closed:
-            raise ClosedError(
-                f"{self.handle} {list(self.capacity_shape)} is closed; register it again with group.user_buffer"
-            )
+            raise _closed_error(f"{self.handle} {list(self.capacity_shape)}")
 
     def check_count(self, active_tokens: torch.Tensor | None) -> None:
         """ValueError unless ``active_tokens`` is given where, and only where, this buffer's calls want it, as an int32
@@ -428,13 +426,38 @@ class UserBuffer:
 
 
 def user_buffer_by_handle(handle: str) -> UserBuffer:
-    """The live buffer, or communicator of one, with this handle."""
-    try:
-        return cast(UserBuffer, _by_handle[handle])
-    except (KeyError, TypeError):
-        if not isinstance(handle, str):
-            raise TypeError(f"handle must be a str, such as buffer.handle, got {handle!r}") from None
-        raise ClosedError(f"no open user buffer has the handle {handle!r}") from None
+    """The live buffer, or communicator of one, with this handle; the buffer alone where its communicator is gone, as
+    after ``destroy_ub``.
+
+    Raises:
+        ClosedError: the buffer was closed, or there never was one.
+    """
+    if not isinstance(handle, str):
+        raise TypeError(f"handle must be a str, such as buffer.handle, got {handle!r}")
+    # A backward pass knows the handle alone. That it can run must not depend on whether somebody on this rank still
+    # holds the communicator.
+    found = _by_handle.get(handle) or _by_handle.get(handle.partition(".")[0])
+    if found is None:
+        raise _closed_error(handle)
+    buffer = cast(UserBuffer, found)
+    buffer._check_open()
+    return buffer
+
+
+def inside_backward() -> bool:
+    """Whether this thread evaluates an autograd graph: in a backward pass, or recomputes a forward for one."""
+    # What torch.utils.checkpoint asks, too.
+    return torch._C._current_graph_task_id() != -1
+
+
+def _closed_error(name: str) -> ClosedError:
+    """Of a call on the buffer ``name``, which is closed or was never there."""
+    if inside_backward():
+        return ClosedError(
+            f"{name} is closed: this backward pass runs after destroy_ub() or close() of its buffer or group; run "
+            "backward() on every rank before that"
+        )
+    return ClosedError(f"{name} is closed, or was never there; register it with group.user_buffer or initialize_ub")
 
 
 class Communicator:

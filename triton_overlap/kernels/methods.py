@@ -54,6 +54,7 @@ class Method:
             None for those of ``config.tile_config``. The same on every rank. Each is compiled once.
 
     Raises:
+        TypeError: a name that is no text.
         ValueError: an unknown name, an option that the method does not have, or a number below 1.
 
     Example::
@@ -73,6 +74,10 @@ class Method:
     _text: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(
+                f"a method's name must be a str, got {self.name!r}; known methods: {_listed(tuple(OPTIONS))}"
+            )
         if self.name not in OPTIONS:
             raise ValueError(f"unknown method {self.name!r}; known methods: {_listed(tuple(OPTIONS))}")
         for option, value in self.options().items():
@@ -102,6 +107,11 @@ class Method:
     @classmethod
     def parse(cls, text: str) -> Method:
         """The method that ``text`` names, as ``str`` writes it."""
+        if not isinstance(text, str):
+            raise TypeError(
+                f"a method must be text, got {text!r}; give a name, or what str() of a Method writes; known methods: "
+                f"{_listed(tuple(OPTIONS))}"
+            )
         name, bracket, rest = text.partition("(")
         options: dict[str, Any] = {}
         if bracket and not rest.endswith(")"):

@@ -45,6 +45,7 @@ class GemmMethods:
         wgrad: of the gradient of the weight: ``"bulk"``, or None where it communicates nothing.
 
     Raises:
+        TypeError: one of them is no text.
         ValueError: a name or an option is not known, or ``wgrad`` has nothing to reduce-scatter.
 
     Example::
@@ -59,9 +60,16 @@ class GemmMethods:
     _text: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
-        for name in (self.fprop, self.dgrad, self.wgrad):
-            if name is not None:
-                Method.parse(name)
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            text = getattr(self, gemm)
+            if isinstance(text, str):
+                Method.parse(text)
+            elif text is not None or gemm == "fprop":
+                allowed = "a str" if gemm == "fprop" else "a str or None"
+                raise TypeError(
+                    f"GemmMethods: {gemm} must be {allowed}, got {text!r}; give the name of a method, or what str() of "
+                    f"a Method writes; known methods: {', '.join(OPTIONS)}"
+                )
         if self.wgrad is not None and self.dgrad is not None and not self.gathers_beside_dgrad:
             raise ValueError(
                 f"wgrad {self.wgrad!r} has nothing to reduce-scatter where dgrad {self.dgrad!r} does it; "

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
+from ..comm.user_buffers import Communicator, UserBuffer, inside_backward, user_buffer_by_handle
 from ..errors import ActiveShapeError
 from ..kernels.methods import APPLICABLE, Method, missing_part, parse_for
 from .gemm_methods import GemmMethods, backward_operations
@@ -242,8 +242,10 @@ def check_activation(
     check_tensor(operation, buffer, name, x)
     tokens = x.shape[0] * buffer.group.world_size if is_shard else x.shape[0]
     hidden = x.shape[1] if is_hidden else buffer.capacity_shape[1]
+    # Backward and recomputation use the count of their own forward, whatever active shape is set by now.
+    forward = not inside_backward()
     try:
-        buffer.validate((tokens, hidden), x.dtype, x.device, forward=not _inside_backward())
+        buffer.validate((tokens, hidden), x.dtype, x.device, forward=forward)
     except ActiveShapeError as error:
         raise ActiveShapeError(f"{operation}: {name} {list(x.shape)}: {error}") from None
     return tokens
@@ -382,9 +384,3 @@ def refuse_double_backward(operation: str) -> None:
         raise NotImplementedError(
             f"{operation} cannot be differentiated twice; call backward() or grad() without create_graph=True"
         )
-
-
-def _inside_backward() -> bool:
-    # Backward and recomputation use the count of their own forward, whatever active shape is set by now. Both run
-    # inside the autograd engine on the thread that evaluates the graph; torch.utils.checkpoint asks the same question.
-    return torch._C._current_graph_task_id() != -1
