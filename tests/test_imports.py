@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # The entry to the package gathers what is public.
     "": {"comm", "errors", "expert_buffer", "nn", "ops", "packing", "sim", "kernels", "problems", "tuning"},
     # Benchmarks use the package from outside, and check their results.
-    "bench": {"", "bench.host", "bench.tasks", "environment", "problems", "reference", "timing", "tuning"},
+    "bench": {"", "bench.host", "bench.tasks", "environment", "problems", "reference", "sim", "timing", "tuning"},
     # These take a call apart.
     "bench.host": {"", "bench", "kernels", "problems", "reference"},
     "bench.tasks": {"bench", "kernels", "problems", "timeline", "tuning"},
