@@ -43,7 +43,8 @@ GATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def check_activation(kind: str, name: str) -> None:
-    """ValueError, in the name of ``kind``, unless there is an activation of this name, gated or not."""
-    if name not in ACTIVATIONS and name not in GATED_ACTIVATIONS:
-        known = ", ".join(sorted({**ACTIVATIONS, **GATED_ACTIVATIONS}))
-        raise ValueError(f"{kind}: activation must be one of {known}, got {name!r}")
+    """TypeError or ValueError, in the name of ``kind``, unless there is an activation of this name, gated or not."""
+    known = {**ACTIVATIONS, **GATED_ACTIVATIONS}
+    if not isinstance(name, str) or name not in known:
+        error = ValueError if isinstance(name, str) else TypeError
+        raise error(f"{kind}: activation must be one of {', '.join(sorted(known))}, got {name!r}")

@@ -200,7 +200,7 @@ class Group:
         Raises:
             BackendError, NotImplementedError, TypeError, ValueError, RuntimeError: what ``judge`` raised on some rank,
                 on every rank; the message names it.
-            ValueError: the results differ; lists them all.
+            ValueError: the results differ; lists them all, of mappings the entries that differ.
         """
         problem: Exception | None = None
         mine = None
@@ -216,7 +216,7 @@ class Group:
             raise _error_of_ranks(problems, self.world_size) from problem
         values = [value for value, _ in everyone]
         if any(other != values[0] for other in values):
-            given = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(values))
+            given = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(_differing(values)))
             raise ValueError(f"{what} must be the same on every rank, got {given}")
         return result
 
@@ -400,6 +400,14 @@ def _error_of_ranks(problems: dict[int, tuple[type[Exception], str]], world_size
     if len(ranks_of[text]) < world_size:
         text = "; ".join(f"on {ranks_in_words(ranks)}: {each}" for each, ranks in ranks_of.items())
     return kind(text)
+
+
+def _differing(values: list[Any]) -> list[Any]:
+    """Mappings, without the entries that are the same in all of them; anything else as it is."""
+    if not all(isinstance(value, dict) for value in values):
+        return values
+    same = {key for key, x in values[0].items() if all(key in value and value[key] == x for value in values)}
+    return [{key: x for key, x in value.items() if key not in same} for value in values]
 
 
 def _description(buffer: Any) -> str:

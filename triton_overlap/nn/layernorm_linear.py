@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.group import Group
+from .arguments import check_choice, check_number
 from .linear import Linear
-from .norms import check_normalization, normalize
-from .settings import check_input
+from .norms import NORMALIZATIONS, normalize
 
 __all__ = ["LayerNormLinear"]
 
@@ -60,15 +60,25 @@ class LayerNormLinear(Linear):
         group: Group,
         **settings: Any,
     ) -> None:
-        check_normalization(type(self).__name__, normalization)
-        if parallel_mode == "row":
-            raise ValueError(
-                'LayerNormLinear: parallel_mode must be "column" or None, got "row": its input\'s features are split '
-                "over the ranks, and the normalisation needs all of them; use a norm of your own before nn.Linear"
-            )
         self.normalization = normalization
-        self._eps = repr(float(eps))
+        self._given_eps = eps
         super().__init__(in_features, out_features, bias, parallel_mode=parallel_mode, group=group, **settings)
+
+    def _settle(
+        self, bias: object, dtype: torch.dtype, device: torch.device | str | None, device_count: bool
+    ) -> dict[str, Any]:
+        kind = type(self).__name__
+        check_choice(kind, "normalization", self.normalization, NORMALIZATIONS)
+        check_number(kind, "eps", self._given_eps)
+        if self.parallel_mode == "row":
+            raise ValueError(
+                f'{kind}: parallel_mode must be "column" or None, got "row": its input\'s features are split over the '
+                "ranks, and the normalisation needs all of them; use a norm of your own before nn.Linear"
+            )
+        self._eps = repr(float(self._given_eps))
+        del self._given_eps
+        settled = super()._settle(bias, dtype, device, device_count)
+        return {**settled, "normalization": self.normalization, "eps": self.eps}
 
     @property
     def eps(self) -> float:
@@ -99,7 +109,7 @@ class LayerNormLinear(Linear):
 
     def forward(self, x: Tensor, *, active_tokens: Tensor | None = None) -> Tensor:
         """``x`` -> the linear layer of its norm; ``active_tokens`` as in :class:`Linear`."""
-        check_input(type(self).__name__, "the input", x)
+        self._check_whole(x)
         if active_tokens is not None:
             self._check_counted(x)
         normalized = normalize(

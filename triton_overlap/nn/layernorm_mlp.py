@@ -11,16 +11,17 @@ Shape ledger (W ranks, T tokens, F the feed-forward size, ``sequence_parallel`` 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from ..activations import ACTIVATIONS, GATED_ACTIVATIONS, check_activation
 from ..comm.group import Group
 from ..ops import activation, gated_activation
+from .arguments import agree, check_group, check_size
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
-from .settings import LayerSettings, check_group, settings_of
+from .settings import LayerSettings, check_settings, settings_of, shared_by_ranks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -66,8 +67,27 @@ class LayerNormMLP(nn.Module):
         **settings: Unpack[LayerSettings],
     ) -> None:
         super().__init__()
-        check_group(type(self).__name__, group)
-        check_activation(type(self).__name__, activation)
+        kind = type(self).__name__
+        check_group(kind, group)
+
+        def judge() -> dict[str, Any]:
+            check_settings(kind, settings)
+            check_activation(kind, activation)
+            check_size(kind, "hidden_size", hidden_size)
+            check_size(kind, "ffn_hidden_size", ffn_hidden_size)
+            if ffn_hidden_size % group.world_size:
+                raise ValueError(
+                    f"{kind}: ffn_hidden_size must be divisible by the group size {group.world_size}, got "
+                    f"{ffn_hidden_size}; {-(-ffn_hidden_size // group.world_size) * group.world_size} would do"
+                )
+            return {
+                "hidden_size": hidden_size,
+                "ffn_hidden_size": ffn_hidden_size,
+                "activation": activation,
+                **shared_by_ranks(settings),
+            }
+
+        agree(kind, group, judge)
         self.activation = activation
         parts = 2 if activation in GATED_ACTIVATIONS else 1
         self.fc1 = LayerNormLinear(
@@ -79,10 +99,10 @@ class LayerNormMLP(nn.Module):
             row_parts=parts,
             group=group,
             ub_name="fc1",
-            **settings_of("column", **settings),
+            **settings_of("column", settings),
         )
         self.fc2 = Linear(
-            ffn_hidden_size, hidden_size, bias, group=group, ub_name="fc2", **settings_of("row", **settings)
+            ffn_hidden_size, hidden_size, bias, group=group, ub_name="fc2", **settings_of("row", settings)
         )
 
     def forward(self, x: Tensor, *, active_tokens: Tensor | None = None) -> Tensor:

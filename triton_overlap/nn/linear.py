@@ -21,7 +21,8 @@ takes [T, in], computes without communication and sums its input's gradient over
 
 from __future__ import annotations
 
-from typing import TypeVar
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +32,9 @@ from ..comm.communicators import communicators_of
 from ..comm.gemm_configs import STEPS
 from ..comm.group import Group
 from ..ops import matmul
+from .arguments import agree, check_group, check_size, check_switches
 from .overlap import PARALLEL_MODES, Overlap, gemm_methods
 from .parallel_linear import ParallelLinear
-from .settings import check_group
 
 __all__ = ["ColumnParallelLinear", "Linear", "RowParallelLinear"]
 
@@ -53,14 +54,12 @@ class _LinearReplacement(ParallelLinear):
 
         Raises:
             TypeError: ``linear`` is another module, or ``group`` no group of this library.
-            ValueError: as the constructor.
+            ValueError: ``linear`` has no values yet; or as the constructor.
         """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(
-                f"{cls.__name__}.from_linear: linear must be a torch.nn.Linear, got {type(linear).__name__}"
-            )
+        kind = f"{cls.__name__}.from_linear"
+        check_group(kind, group)
+        agree(kind, group, lambda: _check_plain(kind, linear))
         out_features, in_features = linear.weight.shape
-        check_group(f"{cls.__name__}.from_linear", group)
         layer = cls(
             in_features,
             out_features,
@@ -81,6 +80,19 @@ class _LinearReplacement(ParallelLinear):
             layer.bias.requires_grad_(linear.bias.requires_grad)
         layer.train(linear.training)
         return layer
+
+
+def _check_plain(kind: str, linear: object) -> dict[str, Any]:
+    """Empty, or TypeError or ValueError unless ``linear`` is an ``nn.Linear`` with values. Its sizes are the
+    constructor's to check."""
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(f"{kind}: linear must be a torch.nn.Linear, got {type(linear).__name__}")
+    if nn.parameter.is_lazy(linear.weight) or linear.weight.is_meta:
+        raise ValueError(
+            f"{kind}: linear has no values yet, since it is lazy or on the meta device; fill it first, or build a "
+            f"{kind.partition('.')[0]} and load a state dict of shard_state_dict"
+        )
+    return {}
 
 
 class ColumnParallelLinear(_LinearReplacement):
@@ -233,49 +245,79 @@ class Linear(ParallelLinear):
         ub_bulk_wgrad: bool = False,
         ub_name: str | None = None,
     ) -> None:
-        kind = type(self).__name__
-        overlap = Overlap(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
-        overlap.check(kind, parallel_mode, sequence_parallel, ub_name)
-        check_group(kind, group)
-        registered = communicators_of(group) if ub_name is not None and overlap.given else None
-        gemms = {} if registered is None else {step: registered.communicators[f"{ub_name}_{step}"] for step in STEPS}
-        if gemms:
-            self.communicator = gemms["fprop"]
-            max_tokens = self.communicator.capacity_shape[0] if max_tokens is None else max_tokens
-        if parallel_mode is not None and max_tokens is None:
-            raise ValueError(f'{kind}: parallel_mode="{parallel_mode}" needs max_tokens, the largest token count')
-        if row_parts < 1 or (row_parts > 1 and parallel_mode != "column"):
-            raise ValueError(f'{kind}: row_parts must be 1, or more with parallel_mode="column", got {row_parts}')
-        if save_gathered_input is None:
-            save_gathered_input = not overlap.gathers_beside_dgrad
-        elif parallel_mode != "column" or not sequence_parallel:
-            raise ValueError(
-                f'{kind}: save_gathered_input is for parallel_mode="column" with sequence_parallel, which gathers the '
-                f"input; got parallel_mode={parallel_mode!r} and sequence_parallel={sequence_parallel}"
-            )
-        elif save_gathered_input and overlap.gathers_beside_dgrad:
-            raise ValueError(
-                f"{kind}: with save_gathered_input ub_bulk_dgrad has nothing to gather; leave out one of the two"
-            )
-        # Before the base class builds the shards, which depend on them.
-        self._split_dim = PARALLEL_MODES[parallel_mode]
-        self._parts = row_parts
-        self.method = str(gemm_methods(parallel_mode, overlap, {step: gemm.config for step, gemm in gemms.items()}))
-        self.save_gathered_input = save_gathered_input
         self.parallel_mode = parallel_mode
-        self.overlap = overlap
+        self.overlap = Overlap(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
         self.ub_name = ub_name
+        self._parts = row_parts
+        self._save = save_gathered_input
         super().__init__(
             in_features,
             out_features,
             bias,
             group=group,
-            max_tokens=0 if max_tokens is None else max_tokens,
+            max_tokens=max_tokens,  # type: ignore[arg-type]  # chosen where it is open
             sequence_parallel=sequence_parallel,
             device_count=device_count,
             device=device,
             dtype=params_dtype,
         )
+
+    def _settle(
+        self, bias: object, dtype: torch.dtype, device: torch.device | str | None, device_count: bool
+    ) -> dict[str, Any]:
+        kind, group, overlap, ub_name, mode = (
+            type(self).__name__,
+            self.group,
+            self.overlap,
+            self.ub_name,
+            self.parallel_mode,
+        )
+        check_switches(kind, sequence_parallel=self.sequence_parallel, **asdict(overlap))
+        overlap.check(kind, mode, self.sequence_parallel, ub_name)
+        registered = communicators_of(group) if ub_name is not None and overlap.given else None
+        gemms = {} if registered is None else {step: registered.communicators[f"{ub_name}_{step}"] for step in STEPS}
+        if gemms:
+            self.communicator = gemms["fprop"]
+            self.max_tokens = self.communicator.capacity_shape[0] if self.max_tokens is None else self.max_tokens
+        if self.max_tokens is None and mode is not None:
+            raise ValueError(f'{kind}: parallel_mode="{mode}" needs max_tokens, the largest token count')
+        if self.max_tokens is None:
+            self.max_tokens = 0
+        check_size(kind, "max_tokens", self.max_tokens, 0)
+        check_size(kind, "row_parts", self._parts)
+        if self._parts > 1 and mode != "column":
+            raise ValueError(f'{kind}: row_parts must be 1, or more with parallel_mode="column", got {self._parts}')
+        self._settle_gathered(kind)
+        # Before the base class checks the shards, which depend on it.
+        self._split_dim = PARALLEL_MODES[mode]
+        self.method = str(gemm_methods(mode, overlap, {step: gemm.config for step, gemm in gemms.items()}))
+        return {
+            **super()._settle(bias, dtype, device, device_count),
+            "parallel_mode": mode,
+            "row_parts": self._parts,
+            "save_gathered_input": self.save_gathered_input,
+            "method": self.method,
+            "ub_name": ub_name,
+            "in a buffer of initialize_ub": self.communicator is not None,
+        }
+
+    def _settle_gathered(self, kind: str) -> None:
+        """Whether the gathered input is saved."""
+        save, beside_dgrad = self._save, self.overlap.gathers_beside_dgrad
+        if save is None:
+            self.save_gathered_input = not beside_dgrad
+            return
+        check_switches(kind, save_gathered_input=save)
+        if self.parallel_mode != "column" or not self.sequence_parallel:
+            raise ValueError(
+                f'{kind}: save_gathered_input is for parallel_mode="column" with sequence_parallel, which gathers the '
+                f"input; got parallel_mode={self.parallel_mode!r} and sequence_parallel={self.sequence_parallel}"
+            )
+        if save and beside_dgrad:
+            raise ValueError(
+                f"{kind}: with save_gathered_input ub_bulk_dgrad has nothing to gather; leave out one of the two"
+            )
+        self.save_gathered_input = save
 
     def forward(self, x: Tensor, *, active_tokens: Tensor | None = None) -> Tensor:
         """``x`` -> ``x @ weight^T + bias``.
@@ -290,6 +332,7 @@ class Linear(ParallelLinear):
             return self._column_forward(x, active_tokens)
         if self._split_dim == 1:
             return self._row_forward(x, active_tokens)
+        self._check_whole(x)
         if active_tokens is None:
             return F.linear(x, self.weight, self.bias)
         self._check_counted(x)

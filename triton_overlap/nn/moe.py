@@ -34,8 +34,8 @@ from ..comm.group import Group
 from ..expert_buffer import ExpertBuffer
 from ..ops import activation, all_gather, ep_combine, ep_dispatch, gated_activation, grouped_matmul
 from ..ops.autocast import without_autocast
+from .arguments import check_group, check_input
 from .initialization import common_generator
-from .settings import check_group, check_input
 
 __all__ = ["MoE", "RouterSettings"]
 

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from ..comm.group import Group
 from ..ops import rotary_qkv
+from .arguments import agree, check_choice, check_group, check_input, check_number, check_size, check_switches
 from .attention import packed_attention, plain_attention
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
+from .norms import NORMALIZATIONS
 from .rotary import apply_rotary
-from .settings import LayerSettings, check_group, check_input, settings_of
+from .settings import LayerSettings, check_settings, settings_of, shared_by_ranks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -85,32 +87,56 @@ class MultiheadAttention(nn.Module):
         **settings: Unpack[LayerSettings],
     ) -> None:
         super().__init__()
-        check_group(type(self).__name__, group)
+        kind = type(self).__name__
+        check_group(kind, group)
         kv_heads = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        if kv_channels is None:
-            if hidden_size % num_attention_heads:
+
+        def judge() -> dict[str, Any]:
+            check_settings(kind, settings)
+            check_switches(kind, input_layernorm=input_layernorm, bias=bias)
+            check_size(kind, "hidden_size", hidden_size)
+            check_size(kind, "num_attention_heads", num_attention_heads)
+            if kv_channels is not None:
+                check_size(kind, "kv_channels", kv_channels)
+            elif hidden_size % num_attention_heads:
                 raise ValueError(
-                    f"MultiheadAttention: hidden_size must be divisible by num_attention_heads {num_attention_heads}, "
+                    f"{kind}: hidden_size must be divisible by num_attention_heads {num_attention_heads}, "
                     f"got {hidden_size}; or give kv_channels, the size of a head"
                 )
+            _check_heads(kind, num_attention_heads, kv_heads, group.world_size)
+            check_choice(kind, "attn_mask_type", attn_mask_type, _MASKS)
+            check_choice(kind, "normalization", normalization, NORMALIZATIONS)
+            check_number(kind, "layernorm_epsilon", layernorm_epsilon)
+            if softmax_scale is not None:
+                check_number(kind, "softmax_scale", softmax_scale)
+            check_number(kind, "attention_dropout", attention_dropout)
+            if attention_dropout:
+                raise NotImplementedError(
+                    f"{kind}: attention_dropout {attention_dropout} is not supported, since PyTorch's variable-length "
+                    "kernel has none; set 0.0"
+                )
+            return {
+                "hidden_size": hidden_size,
+                "num_attention_heads": num_attention_heads,
+                "num_gqa_groups": kv_heads,
+                "kv_channels": kv_channels,
+                "attn_mask_type": attn_mask_type,
+                "input_layernorm": input_layernorm,
+                "softmax_scale": softmax_scale,
+                "bias": bias,
+                **shared_by_ranks(settings),
+            }
+
+        agree(kind, group, judge)
+        if kv_channels is None:
             kv_channels = hidden_size // num_attention_heads
-        _check_heads(num_attention_heads, kv_heads, group.world_size)
-        if attn_mask_type not in _MASKS:
-            raise ValueError(
-                f"MultiheadAttention: attn_mask_type must be one of {', '.join(_MASKS)}, got {attn_mask_type!r}"
-            )
-        if attention_dropout:
-            raise NotImplementedError(
-                f"MultiheadAttention: attention_dropout {attention_dropout} is not supported, since PyTorch's "
-                "variable-length kernel has none; set 0.0"
-            )
         self.attn_mask_type = attn_mask_type
         self.kv_channels = kv_channels
         self.kv_heads = kv_heads // group.world_size
         self.heads_per_group = num_attention_heads // kv_heads
         self._softmax_scale = repr(1 / math.sqrt(kv_channels) if softmax_scale is None else float(softmax_scale))
 
-        column: dict[str, Any] = {"bias": bias, "group": group, "ub_name": "qkv", **settings_of("column", **settings)}
+        column: dict[str, Any] = {"bias": bias, "group": group, "ub_name": "qkv", **settings_of("column", settings)}
         qkv_features = (num_attention_heads + 2 * kv_heads) * kv_channels
         self.qkv: Linear
         if input_layernorm:
@@ -125,7 +151,7 @@ class MultiheadAttention(nn.Module):
             bias,
             group=group,
             ub_name="proj",
-            **settings_of("row", **settings),
+            **settings_of("row", settings),
         )
 
     @property
@@ -260,14 +286,13 @@ class MultiheadAttention(nn.Module):
             )
 
 
-def _check_heads(heads: int, kv_heads: int, world_size: int) -> None:
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise ValueError(
-            f"MultiheadAttention: num_attention_heads must be divisible by num_gqa_groups, got {heads} and {kv_heads}"
-        )
+def _check_heads(kind: str, heads: int, kv_heads: int, world_size: int) -> None:
+    check_size(kind, "num_gqa_groups", kv_heads)
+    if heads % kv_heads:
+        raise ValueError(f"{kind}: num_attention_heads must be divisible by num_gqa_groups, got {heads} and {kv_heads}")
     if kv_heads % world_size:
         raise ValueError(
-            f"MultiheadAttention: num_gqa_groups must be divisible by the group size {world_size}, so that each rank "
+            f"{kind}: num_gqa_groups must be divisible by the group size {world_size}, so that each rank "
             f"gets whole key/value heads, got {kv_heads}; use a group of {math.gcd(kv_heads, world_size)} ranks, or "
             f"repeat the heads in the checkpoint until there are {math.lcm(kv_heads, world_size)}"
         )

@@ -7,16 +7,10 @@ from torch import Tensor
 
 from ..ops import layer_norm, rms_norm
 
-__all__ = ["NORMALIZATIONS", "check_normalization", "normalize"]
+__all__ = ["NORMALIZATIONS", "normalize"]
 
 #: Names that modules take, as TransformerEngine has them.
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
-
-
-def check_normalization(kind: str, normalization: str) -> None:
-    """ValueError, in the name of the module ``kind``, unless the normalisation is known."""
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(f"{kind}: normalization must be one of {', '.join(NORMALIZATIONS)}, got {normalization!r}")
 
 
 def normalize(

@@ -57,6 +57,9 @@ class Overlap:
             sequence_parallel: of the layer.
             ub_name: of the layer, or None.
         """
+        for name, text in (("parallel_mode", parallel_mode), ("ub_name", ub_name)):
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"{kind}: {name} must be a string or None, got {text!r}")
         if parallel_mode not in PARALLEL_MODES:
             raise ValueError(f'{kind}: parallel_mode must be "column", "row" or None, got {parallel_mode!r}')
         wrong = [name for name in self.given if name not in FLAGS[parallel_mode]]

@@ -11,17 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.group import Group
-from ..comm.user_buffers import Communicator, UserBuffer
+from ..comm.user_buffers import Communicator, UserBuffer, check_capacity
 from ..errors import ActiveShapeError
 from ..ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, replicated_matmul
+from .arguments import (
+    agree,
+    check_group,
+    check_input,
+    check_parameters_dtype,
+    check_size,
+    check_switches,
+    device_of,
+)
 from .initialization import common_generator
 from .overlap import LIBRARY_CHOICE
-from .settings import check_group, check_input
 from .sharding import take_shard
 
 __all__ = ["ParallelLinear"]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _Parallel = TypeVar("_Parallel", bound="ParallelLinear")
 
 
@@ -58,30 +65,61 @@ class ParallelLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        kind = type(self).__name__
+        check_group(kind, group)
         super().__init__()
-        check_group(type(self).__name__, group)
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        device = group.device if device is None else torch.device(device)
         self.in_features = in_features
         self.out_features = out_features
         self.group = group
         self.max_tokens = max_tokens
         self.sequence_parallel = sequence_parallel
-        self._check_settings(device, dtype)
-        if device_count:
-            self._check_device_count()
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        agree(kind, group, lambda: self._settle(bias, dtype, device, device_count))
 
-        self._make_parameters(bias, device, dtype)
+        where = device_of(kind, device, group)
+        self._make_parameters(bias, where, dtype)
         self._mark_parameters()
         self._registered: dict[tuple[torch.dtype, bool], UserBuffer | Communicator] = {}
         # Registered here, in the order in which all ranks build their model. Few layers have calls with active_tokens
         # and calls without, so the buffer of the other kind is registered at the first of them.
-        # Under autocast the parameters' dtype is not the one that is multiplied.
-        autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
         if self._split_dim is not None:
-            self._user_buffer(torch.get_autocast_dtype(device.type) if autocast else dtype, device_count)
-        if device.type != "meta":
+            self._user_buffer(_multiplied(dtype, where), device_count)
+        if where.type != "meta":
             self.reset_parameters()
+
+    def _settle(
+        self, bias: object, dtype: torch.dtype, device: torch.device | str | None, device_count: bool
+    ) -> dict[str, Any]:
+        """Check the arguments, and choose what they leave open. Local.
+
+        Returns:
+            What must be the same on every rank.
+        """
+        kind = type(self).__name__
+        check_switches(kind, bias=bias, sequence_parallel=self.sequence_parallel, device_count=device_count)
+        for name, size in (("in_features", self.in_features), ("out_features", self.out_features)):
+            check_size(kind, name, size)
+        check_parameters_dtype(kind, dtype)
+        where = device_of(kind, device, self.group)
+        if self._split_dim is not None:
+            self._check_split(kind)
+            check_capacity(kind, self.group.world_size, self.max_tokens, self._hidden(), dtype)
+        if device_count:
+            self._check_device_count()
+        multiplied = _multiplied(dtype, where)
+        if self.communicator is not None and not device_count:
+            self._fitting(self.communicator, multiplied)
+        return {
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "bias": bias,
+            "dtype": dtype,
+            "multiplied in": multiplied,
+            "max_tokens": self.max_tokens,
+            "sequence_parallel": self.sequence_parallel,
+            "device_count": device_count,
+            "on the meta device": where.type == "meta",
+        }
 
     def _make_parameters(self, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
         """Uninitialised parameters; ``reset_parameters`` fills them."""
@@ -145,20 +183,6 @@ class ParallelLinear(nn.Module):
     def _hidden(self) -> int:
         return self.in_features if self._split_dim == 0 else self.out_features
 
-    def _check_settings(self, device: torch.device, dtype: torch.dtype) -> None:
-        kind = type(self).__name__
-        for name, value in (("in_features", self.in_features), ("out_features", self.out_features)):
-            if value < 1:
-                raise ValueError(f"{kind}: {name} must be at least 1, got {value}")
-        if self._split_dim is not None:
-            self._check_split(kind)
-        if dtype not in _DTYPES:
-            raise ValueError(f"{kind}: dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
-        if device.type != "meta" and device != self.group.device:
-            raise ValueError(
-                f"{kind}: device must be the group's, {self.group.device}, or meta, got {device}; leave it out"
-            )
-
     def _check_split(self, kind: str) -> None:
         name, value = self._split_features()
         world_size = self.group.world_size
@@ -169,6 +193,8 @@ class ParallelLinear(nn.Module):
             raise ValueError(
                 f"{kind}: {name} must be divisible by {what}, got {value}; {-(-value // divisor) * divisor} would do"
             )
+        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int):
+            raise TypeError(f"{kind}: max_tokens must be an int, got {self.max_tokens!r}; int() makes it one")
         if self.max_tokens < 1 or self.max_tokens % world_size:
             raise ValueError(
                 f"{kind}: max_tokens must be a positive multiple of the group size {world_size}, "
@@ -228,6 +254,21 @@ class ParallelLinear(nn.Module):
                 "leave out the overlap flags"
             )
         return communicator
+
+    def _check_whole(self, x: Tensor) -> None:
+        """ValueError unless ``x`` [.., in_features] can be multiplied here, on every rank by itself."""
+        kind = type(self).__name__
+        check_input(kind, "the input", x)
+        if x.dim() < 1 or x.shape[-1] != self.in_features:
+            raise ValueError(f"{kind}: the input must be [.., {self.in_features}], got {list(x.shape)}")
+        if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(
+                f"{kind}: the input is {x.dtype}, the parameters are {self.weight.dtype}; cast one of them"
+            )
+        if x.device != self.weight.device:
+            raise ValueError(
+                f"{kind}: the input is on {x.device}, the parameters are on {self.weight.device}; move one of them"
+            )
 
     def _operands(self, x: Tensor, active_tokens: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
         """``x`` as [rows, features], and the keyword arguments that all operations share."""
@@ -292,6 +333,12 @@ class ParallelLinear(nn.Module):
             out = matmul_reduce_scatter(rows, weight, **shared)
             return _unflatten(out, x, x.shape[0] // self.group.world_size)
         return _unflatten(matmul_all_reduce(rows, weight, **shared), x, x.shape[0])
+
+
+def _multiplied(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What parameters of ``dtype`` are multiplied in: under autocast, that one's."""
+    autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if autocast else dtype
 
 
 def _unflatten(out: Tensor, x: Tensor, first: int) -> Tensor:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Mapping
+from typing import Any, TypedDict
 
 import torch
-from torch import Tensor
 
-from ..comm.group import Group
+from .arguments import check_switches
 from .overlap import FLAGS
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["LayerSettings", "check_group", "check_input", "settings_of"]
+__all__ = ["LayerSettings", "check_settings", "settings_of", "shared_by_ranks"]
 
 
 class LayerSettings(TypedDict, total=False):
@@ -33,30 +30,27 @@ class LayerSettings(TypedDict, total=False):
     ub_bulk_wgrad: bool
 
 
-def settings_of(parallel_mode: str, **settings: Unpack[LayerSettings]) -> dict[str, Any]:
-    """Keyword arguments of a ``Linear`` in ``parallel_mode``: the settings but those of the other mode.
-
-    Raises:
-        TypeError: a setting that no layer has.
-    """
-    unknown = sorted(set(settings) - set(LayerSettings.__annotations__))
-    if unknown:
-        known = ", ".join(LayerSettings.__annotations__)
-        raise TypeError(f"unexpected keyword arguments {', '.join(unknown)}; what layers share is {known}")
+def settings_of(parallel_mode: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of a ``Linear`` in ``parallel_mode``: the settings but those of the other mode."""
     others = {flag for flags in FLAGS.values() for flag in flags} - set(FLAGS[parallel_mode])
     if parallel_mode != "column":
         others.add("save_gathered_input")
     return {"parallel_mode": parallel_mode, **{name: x for name, x in settings.items() if name not in others}}
 
 
-def check_group(kind: str, group: object) -> None:
-    """TypeError, in the name of the module ``kind``, unless ``group`` is a group of this library."""
-    if not isinstance(group, Group):
-        remedy = "init_group(process_group) makes one of a torch.distributed process group"
-        raise TypeError(f"{kind}: group must be a triton_overlap.Group, got {type(group).__name__}; {remedy}")
+def shared_by_ranks(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that must be the same on every rank: all but the device, which each has one of its own."""
+    return {name: x for name, x in settings.items() if name != "device"}
 
 
-def check_input(kind: str, name: str, x: object) -> None:
-    """TypeError, in the name of the module ``kind``, unless the argument ``name`` is a tensor."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{kind}: {name} must be a torch.Tensor, got {type(x).__name__}")
+def check_settings(kind: str, settings: Mapping[str, Any]) -> None:
+    """TypeError, in the name of the module ``kind``, for a setting that no layer has, or a flag that is no bool.
+
+    Here, since a flag for one of the layers alone would be refused after the other was built.
+    """
+    unknown = sorted(set(settings) - set(LayerSettings.__annotations__))
+    if unknown:
+        known = ", ".join(LayerSettings.__annotations__)
+        raise TypeError(f"{kind}: unexpected keyword arguments {', '.join(unknown)}; what layers share is {known}")
+    flags = sorted({flag for flags in FLAGS.values() for flag in flags})
+    check_switches(kind, **{flag: settings[flag] for flag in flags if flag in settings})

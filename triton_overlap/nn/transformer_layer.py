@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from ..activations import check_activation
 from ..comm.group import Group
 from ..ops import add, fork
+from .arguments import agree, check_group, check_input, check_number, check_size, check_switches
 from .layernorm_mlp import LayerNormMLP
 from .multihead_attention import MultiheadAttention
-from .settings import LayerSettings, check_group, check_input
+from .settings import LayerSettings, check_settings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -82,9 +84,21 @@ class TransformerLayer(nn.Module):
         **settings: Unpack[LayerSettings],
     ) -> None:
         super().__init__()
-        check_group(type(self).__name__, group)
-        if hidden_dropout:
-            raise NotImplementedError(f"TransformerLayer: hidden_dropout {hidden_dropout} is not supported; set 0.0")
+        kind = type(self).__name__
+        check_group(kind, group)
+
+        def judge() -> dict[str, Any]:
+            # What the attention does not look at, which is built first; the rest is refused before it is built.
+            check_settings(kind, settings)
+            check_switches(kind, ub_tp_comm_overlap=ub_tp_comm_overlap)
+            check_activation(kind, activation)
+            check_size(kind, "ffn_hidden_size", ffn_hidden_size)
+            check_number(kind, "hidden_dropout", hidden_dropout)
+            if hidden_dropout:
+                raise NotImplementedError(f"{kind}: hidden_dropout {hidden_dropout} is not supported; set 0.0")
+            return {"ffn_hidden_size": ffn_hidden_size, "activation": activation, "overlap": ub_tp_comm_overlap}
+
+        agree(kind, group, judge)
         shared: dict[str, Any] = {
             "bias": bias,
             "normalization": normalization,
