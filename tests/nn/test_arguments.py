@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import Ranks
-from tests.nn import argument_bodies
+from tests.nn import argument_bodies, conversion_bodies
 from tests.ops.cases import Body, on_ranks
 
-BODIES: tuple[Body, ...] = (argument_bodies.wrong, argument_bodies.different)
+BODIES: tuple[Body, ...] = (
+    argument_bodies.wrong,
+    argument_bodies.different,
+    conversion_bodies.wrong_state_dicts,
+    conversion_bodies.tied_weights,
+    conversion_bodies.wrong_gradients,
+)
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comm.group import Group
 from ..comm.user_buffers import DTYPES
@@ -18,6 +18,7 @@ __all__ = [
     "check_choice",
     "check_group",
     "check_input",
+    "check_module",
     "check_number",
     "check_parameters_dtype",
     "check_size",
@@ -49,6 +50,12 @@ def check_group(kind: str, group: object) -> None:
     if not isinstance(group, Group):
         remedy = "init_group(process_group) makes one of a torch.distributed process group"
         raise TypeError(f"{kind}: group must be a triton_overlap.Group, got {type(group).__name__}; {remedy}")
+
+
+def check_module(kind: str, module: object) -> None:
+    """TypeError unless ``module`` is one."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{kind}: module must be a torch.nn.Module, got {type(module).__name__}")
 
 
 def check_input(kind: str, name: str, x: object) -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.group import Group
+from .arguments import check_group, check_module, check_size, check_switches
 from .sharding import join_shards, take_shard
 
 __all__ = [
@@ -80,9 +81,15 @@ def shard_state_dict(full: Mapping[str, Tensor], module: nn.Module, group: Group
         Views of ``full`` where possible, else copies.
 
     Raises:
-        ValueError: names or shapes do not match; the message lists them.
+        TypeError: an argument is of another type.
+        ValueError: names or shapes do not match, the message lists them; or a part of the module is split over another
+            group.
     """
-    own, marks = module.state_dict(), dict(module.named_parameters())
+    kind = "shard_state_dict"
+    check_group(kind, group)
+    _check_module(kind, module, group)
+    _check_tensors(kind, full)
+    own, marks = _tensors_of(module), _marks_of(module)
     missing, unexpected = sorted(set(own) - set(full)), sorted(set(full) - set(own))
     if missing or unexpected:
         raise ValueError(f"the state dict does not fit the module: missing {missing}, unexpected {unexpected}")
@@ -104,15 +111,68 @@ def gather_state_dict(module: nn.Module, group: Group) -> dict[str, Tensor]:
     Args:
         module: any module, as in ``shard_state_dict``.
         group: the ranks that the module is split over.
+
+    Raises:
+        TypeError: ``module`` is no module, on every rank; or ``group`` no group.
+        ValueError: on every rank, a tensor has no values, a part of the module is split over another group, or the
+            ranks' tensors differ in more than their values.
     """
-    marks = dict(module.named_parameters())
+    kind = "gather_state_dict"
+    check_group(kind, group)
+    group.before_call()
+
+    def judge() -> dict[str, Tensor]:
+        _check_module(kind, module, group)
+        own = _tensors_of(module)
+        empty = sorted(name for name, tensor in own.items() if tensor.is_meta)
+        if empty:
+            raise ValueError(
+                f"{kind}: {empty} are on the meta device and have no values; load or initialise them first"
+            )
+        return own
+
+    own = group.agree_on(
+        "tensors of the module", judge, lambda own: {name: f"{x.dtype} {list(x.shape)}" for name, x in own.items()}
+    )
+    marks = _marks_of(module)
     result = {}
-    for name, tensor in module.state_dict().items():
+    for name, tensor in own.items():
         dim, parts = _split_of(marks.get(name))
         mine = tensor.detach().cpu()
         # One tensor at a time bounds the hosts' memory.
         result[name] = mine.clone() if dim is None else join_shards(group.all_gather_object(mine), dim, parts)
     return result
+
+
+def _check_module(kind: str, module: object, group: Group) -> None:
+    check_module(kind, module)
+    assert isinstance(module, nn.Module)
+    for name, part in module.named_modules():
+        other = getattr(part, "group", None)
+        if isinstance(other, Group) and (other.world_size, other.rank) != (group.world_size, group.rank):
+            raise ValueError(
+                f"{kind}: {name or 'the module'} is split over {other}, and not over {group}; convert what each group "
+                "splits by itself"
+            )
+
+
+def _check_tensors(kind: str, tensors: object) -> None:
+    """TypeError unless ``tensors`` is a mapping from names to tensors."""
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"{kind}: a state dict is needed, names and tensors, got {type(tensors).__name__}")
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{kind}: {name} must be a torch.Tensor, got {type(x).__name__}")
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Those of the state dict; what else modules keep there, each keeps for itself."""
+    return {name: x for name, x in module.state_dict().items() if isinstance(x, Tensor)}
+
+
+def _marks_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters; one that has two names, as tied weights do, under both."""
+    return dict(module.named_parameters(remove_duplicate=False))
 
 
 def _split_of(parameter: nn.Parameter | None) -> tuple[int | None, int]:
@@ -138,8 +198,11 @@ def from_llama_block(
         num_gqa_groups: key/value heads G.
 
     Raises:
-        ValueError: a name is missing or unknown, or a shape does not fit the heads.
+        TypeError: an argument is of another type.
+        ValueError: a name is missing or unknown, or shapes do not fit the heads or each other.
     """
+    _check_heads("from_llama_block", num_attention_heads, num_gqa_groups)
+    _check_tensors("from_llama_block", block)
     rest = dict(block)
     full = _rename(rest, {theirs: ours for ours, theirs in _LLAMA.items()})
     for kind in ("weight", "bias"):
@@ -147,6 +210,11 @@ def from_llama_block(
         if any(x is not None for x in projections):
             full[_QKV + kind] = _pack_qkv(projections, num_attention_heads, num_gqa_groups, kind)
         gate, up = rest.pop(f"mlp.gate_proj.{kind}", None), rest.pop(f"mlp.up_proj.{kind}", None)
+        if up is not None and gate is not None and gate.shape != up.shape:
+            raise ValueError(
+                f"mlp.gate_proj.{kind} and mlp.up_proj.{kind} must have one shape, got {list(gate.shape)} and "
+                f"{list(up.shape)}"
+            )
         if up is not None:
             full[_FC1 + kind] = up if gate is None else torch.cat([gate, up])
         elif gate is not None:
@@ -162,8 +230,12 @@ def to_llama_block(
     """The inverse of ``from_llama_block``; ``gated`` says whether ``fc1`` holds gate and up, or up alone.
 
     Raises:
-        ValueError: a name is unknown, or a shape does not fit the heads.
+        TypeError: an argument is of another type.
+        ValueError: a name is unknown, or a shape does not fit the heads or a gate and as large an up.
     """
+    _check_heads("to_llama_block", num_attention_heads, num_gqa_groups)
+    check_switches("to_llama_block", gated=gated)
+    _check_tensors("to_llama_block", full)
     rest = dict(full)
     block = _rename(rest, _LLAMA)
     for kind in ("weight", "bias"):
@@ -171,6 +243,11 @@ def to_llama_block(
         if qkv is not None:
             for name, x in zip(_PROJECTIONS, _unpack_qkv(qkv, num_attention_heads, num_gqa_groups), strict=True):
                 block[f"self_attn.{name}.{kind}"] = x
+        if fc1 is not None and gated and fc1.shape[0] % 2:
+            raise ValueError(
+                f"{_FC1 + kind} must be gate above up, an even number of rows, got {list(fc1.shape)}; give gated=False "
+                "where there is no gate"
+            )
         if fc1 is not None and gated:
             block[f"mlp.gate_proj.{kind}"], block[f"mlp.up_proj.{kind}"] = fc1.chunk(2)
         elif fc1 is not None:
@@ -186,12 +263,20 @@ def from_encoder_layer(block: Mapping[str, Tensor], *, num_attention_heads: int)
     It computes the same for ``norm_first=True`` and no dropout, with ``activation="gelu_exact"`` for ``gelu``.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: a name is unknown, or a shape does not fit the heads.
     """
+    _check_heads("from_encoder_layer", num_attention_heads, num_attention_heads)
+    _check_tensors("from_encoder_layer", block)
     rest = dict(block)
     full = _rename(rest, {theirs: ours for ours, theirs in _ENCODER.items()})
     for kind in ("weight", "bias"):
         qkv = rest.pop(f"self_attn.in_proj_{kind}", None)
+        if qkv is not None and (qkv.dim() == 0 or qkv.shape[0] % (3 * num_attention_heads)):
+            raise ValueError(
+                f"self_attn.in_proj_{kind} must be query, key and value of {num_attention_heads} heads each, a "
+                f"multiple of {3 * num_attention_heads} rows, got {list(qkv.shape)}"
+            )
         if qkv is not None:
             full[_QKV + kind] = _pack_qkv(list(qkv.chunk(3)), num_attention_heads, num_attention_heads, kind)
     if rest:
@@ -203,8 +288,11 @@ def to_encoder_layer(full: Mapping[str, Tensor], *, num_attention_heads: int) ->
     """The inverse of ``from_encoder_layer``.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: a name is unknown, or a shape does not fit the heads.
     """
+    _check_heads("to_encoder_layer", num_attention_heads, num_attention_heads)
+    _check_tensors("to_encoder_layer", full)
     rest = dict(full)
     block = _rename(rest, _ENCODER)
     for kind in ("weight", "bias"):
@@ -226,8 +314,14 @@ def _pack_qkv(projections: list[Tensor | None], heads: int, kv_heads: int, kind:
     if len(present) != 3:
         raise ValueError(f"the {kind} of {', '.join(_PROJECTIONS)} must be there together, got {len(present)} of 3")
     query, key, value = present
-    _check_grouping(heads, kv_heads)
-    if query.shape[0] % heads or key.shape != value.shape or key.shape[0] * heads != query.shape[0] * kv_heads:
+    if 0 in (x.dim() for x in present):
+        raise ValueError(f"the {kind} of {', '.join(_PROJECTIONS)} must have rows, got scalars")
+    if (
+        len({x.shape[1:] for x in present}) > 1
+        or query.shape[0] % heads
+        or key.shape != value.shape
+        or key.shape[0] * heads != query.shape[0] * kv_heads
+    ):
         raise ValueError(
             f"{heads} heads and {kv_heads} key/value heads of one size expected, got {kind}s of "
             f"{', '.join(str(list(x.shape)) for x in present)}"
@@ -238,17 +332,18 @@ def _pack_qkv(projections: list[Tensor | None], heads: int, kv_heads: int, kind:
 
 
 def _unpack_qkv(qkv: Tensor, heads: int, kv_heads: int) -> list[Tensor]:
-    _check_grouping(heads, kv_heads)
-    if qkv.shape[0] % (heads + 2 * kv_heads):
+    if qkv.dim() == 0 or qkv.shape[0] % (heads + 2 * kv_heads):
         raise ValueError(
             f"{heads} heads and {kv_heads} key/value heads must divide the rows of qkv: {heads + 2 * kv_heads} heads "
-            f"in {qkv.shape[0]} rows"
+            f"in {list(qkv.shape)}"
         )
     per_group = heads // kv_heads
     grouped = qkv.unflatten(0, (kv_heads, per_group + 2, -1))
     return [x.flatten(0, 2) for x in grouped.split([per_group, 1, 1], dim=1)]
 
 
-def _check_grouping(heads: int, kv_heads: int) -> None:
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"num_attention_heads must be divisible by num_gqa_groups, got {heads} and {kv_heads}")
+def _check_heads(kind: str, heads: int, kv_heads: int) -> None:
+    check_size(kind, "num_attention_heads", heads)
+    check_size(kind, "num_gqa_groups", kv_heads)
+    if heads % kv_heads:
+        raise ValueError(f"{kind}: num_attention_heads must be divisible by num_gqa_groups, got {heads} and {kv_heads}")

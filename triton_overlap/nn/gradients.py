@@ -11,12 +11,15 @@ Shape ledger (n elements of all marked gradients, W ranks)
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm.group import Group
 from ..ops import all_gather, reduce_scatter
+from .arguments import check_group, check_module
 
 __all__ = ["all_reduce_replicated_gradients", "mark_sequence_parallel"]
+
+_NAME = "all_reduce_replicated_gradients"
 
 
 def mark_sequence_parallel(module: nn.Module) -> None:
@@ -24,6 +27,7 @@ def mark_sequence_parallel(module: nn.Module) -> None:
 
     ``to_empty`` and ``load_state_dict(assign=True)`` make new parameters of plain modules: mark them afterwards.
     """
+    check_module("mark_sequence_parallel", module)
     for parameter in module.parameters():
         parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
@@ -33,8 +37,9 @@ def all_reduce_replicated_gradients(module: nn.Module, group: Group) -> None:
     """Sum the gradients of all parameters marked ``sequence_parallel`` over the ranks, in place.
 
     Call it on every rank once a step: after the last microbatch's backward, before gradient clipping and the optimizer.
-    A second call would sum the sums. The first call for a set of parameters registers a buffer of their total size;
-    later ones allocate no symmetric memory. Sums are taken in float32 in a fixed order, so replicas stay bitwise equal.
+    A second call would sum the sums. The hosts meet at each call, to compare what they are about to sum. The first call
+    for a set of parameters registers a buffer of their total size; later ones allocate no symmetric memory. Sums are
+    taken in float32 in a fixed order, so replicas stay bitwise equal.
 
     Args:
         module: the model. A marked parameter without a gradient is left alone; which ones have a gradient must be the
@@ -42,10 +47,16 @@ def all_reduce_replicated_gradients(module: nn.Module, group: Group) -> None:
         group: the ranks that the modules are split over.
 
     Raises:
-        CommError: the ranks disagree, or one did not arrive in time.
-        ValueError: the ranks have gradients of different total size.
+        ClosedError, CommError: the group was closed or is broken, or a rank did not arrive in time.
+        TypeError: ``module`` is no module, or ``group`` no group; on every rank where a module is at fault.
+        ValueError: a gradient cannot be summed, or the ranks have gradients of different parameters or shapes, on every
+            rank.
     """
-    grads = [p.grad for p in module.parameters() if getattr(p, "sequence_parallel", False) and p.grad is not None]
+    check_group(_NAME, group)
+    group.before_call()
+    grads = list(
+        group.agree_on("gradients marked sequence_parallel", lambda: _marked_gradients(module, group), _shapes).values()
+    )
     count, world_size = sum(grad.numel() for grad in grads), group.world_size
     if count == 0 or world_size == 1:
         return
@@ -56,3 +67,24 @@ def all_reduce_replicated_gradients(module: nn.Module, group: Group) -> None:
     total = all_gather(reduce_scatter(flat.view(world_size, columns), buffer=buffer), buffer=buffer).view(-1)[:count]
     for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(part.view_as(grad))
+
+
+def _marked_gradients(module: object, group: Group) -> dict[str, Tensor]:
+    check_module(_NAME, module)
+    assert isinstance(module, nn.Module)
+    grads = {}
+    for name, parameter in module.named_parameters():
+        grad = parameter.grad
+        if grad is None or not getattr(parameter, "sequence_parallel", False):
+            continue
+        if grad.layout != torch.strided or grad.device != group.device:
+            raise ValueError(
+                f"{_NAME}: the gradient of {name} must be dense and on {group.device}, got one of layout {grad.layout} "
+                f"on {grad.device}"
+            )
+        grads[name] = grad
+    return grads
+
+
+def _shapes(grads: dict[str, Tensor]) -> dict[str, list[int]]:
+    return {name: list(grad.shape) for name, grad in grads.items()}

@@ -18,7 +18,13 @@ def common_generator(group: Group, device: torch.device) -> Iterator[torch.Gener
     """A generator that stands, on every rank, where rank 0's default generator of ``device`` does. Collective.
 
     Afterwards a rank whose own generator stood there too moves on as rank 0's does; other generators are left alone.
+
+    Raises:
+        ClosedError, GroupBrokenError: of the group.
+        ValueError: the parameters of some rank are on the meta device; on every rank.
     """
+    group.before_call()
+    group.agree_on("device type of parameters to initialise", lambda: _with_values(device))
     own_state = _generator_state(device)
     common_state = group.all_gather_object(own_state if group.rank == 0 else None)[0]
     generator = torch.Generator(device=device)
@@ -26,6 +32,14 @@ def common_generator(group: Group, device: torch.device) -> Iterator[torch.Gener
     yield generator
     if torch.equal(own_state, common_state):
         _set_generator_state(device, generator.get_state())
+
+
+def _with_values(device: torch.device) -> str:
+    if device.type == "meta":
+        raise ValueError(
+            "parameters on the meta device cannot be initialised; call to_empty(device=group.device) first"
+        )
+    return device.type
 
 
 def _generator_state(device: torch.device) -> Tensor:

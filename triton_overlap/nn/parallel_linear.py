@@ -158,8 +158,8 @@ class ParallelLinear(nn.Module):
         self._mark_parameters()
         device = self.weight.device
         bound = 1 / math.sqrt(self.in_features)
-        full = torch.empty((self.out_features, self.in_features), device=device, dtype=self.weight.dtype)
         with torch.no_grad(), common_generator(self.group, device) as generator:
+            full = torch.empty((self.out_features, self.in_features), device=device, dtype=self.weight.dtype)
             # kaiming_uniform_ with a = sqrt(5), as in nn.Linear, is uniform in +-1/sqrt(in_features).
             nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
             self.weight.copy_(self._shard(full))
