@@ -15,7 +15,7 @@ from tests.ops.cases import Draw, Sizes, assert_close, assert_equal, assert_stea
 from triton_overlap import reference
 from triton_overlap.kernels import ring_exchange
 from triton_overlap.kernels.choose import choices_of
-from triton_overlap.kernels.tables import Row, Table
+from triton_overlap.kernels.tables import Table, TableRow
 from triton_overlap.tuning import decide, default_candidates
 
 CANDIDATES: dict[str, list[str | to.Method]] = {
@@ -136,7 +136,7 @@ def _table(group: to.Group, sizes: Sizes) -> Table:
         ("matmul_all_reduce", hidden, features): ("fused", "pipeline"),
     }
     rows = tuple(
-        Row(operation, "float32", n, k, count * world_size, method, {method: 1.0})
+        TableRow(operation, "float32", n, k, count * world_size, method, {method: 1.0})
         for (operation, n, k), pair in methods.items()
         for count, method in zip(COUNTS, pair, strict=True)
     )
@@ -257,7 +257,7 @@ def several_b(group: to.Group, sizes: Sizes) -> None:
     """Several b are looked up by the sum of their columns."""
     hidden, world_size = sizes.hidden, group.world_size
     rows = tuple(
-        Row("all_gather_matmul", "float32", n, hidden, 8, method, {method: 1.0})
+        TableRow("all_gather_matmul", "float32", n, hidden, 8, method, {method: 1.0})
         for n, method in ((8, "fused"), (16, "ring_exchange"))
     )
     choices_of(group).load(Table(group.device_name, world_size, rows))

@@ -25,7 +25,7 @@ class WrongResult(RuntimeError):
     """A result is not the reference; it is not timed."""
 
 
-class Operation(str, Enum):
+class OverlappedOperation(str, Enum):
     """Which of the overlapped operations."""
 
     ALL_GATHER_MATMUL = "all_gather_matmul"
@@ -53,7 +53,7 @@ class Problem:
     """One operation at one size.
 
     Args:
-        operation: an ``Operation``, or its name; kept as its name.
+        operation: an ``OverlappedOperation``, or its name; kept as its name.
         tokens: T, a multiple of ``world_size``.
         n: N, columns of a rank's GEMM.
         k: K, its contracted size.
@@ -73,10 +73,10 @@ class Problem:
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        known = [operation.value for operation in Operation]
+        known = [operation.value for operation in OverlappedOperation]
         if self.operation not in known:
             raise ValueError(f"operation must be one of {', '.join(known)}, got {self.operation!r}")
-        object.__setattr__(self, "operation", Operation(self.operation).value)
+        object.__setattr__(self, "operation", OverlappedOperation(self.operation).value)
         for name in ("tokens", "n", "k", "world_size"):
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int):
@@ -94,7 +94,7 @@ class Problem:
     @property
     def gathers(self) -> bool:
         """Whether rows are gathered before the GEMM; else its results are summed over the ranks."""
-        return self.operation == Operation.ALL_GATHER_MATMUL
+        return self.operation == OverlappedOperation.ALL_GATHER_MATMUL
 
     @property
     def a_shape(self) -> tuple[int, int]:
@@ -106,7 +106,7 @@ class Problem:
 
     @property
     def out_shape(self) -> tuple[int, int]:
-        scatters = self.operation == Operation.MATMUL_REDUCE_SCATTER
+        scatters = self.operation == OverlappedOperation.MATMUL_REDUCE_SCATTER
         return self.tokens // self.world_size if scatters else self.tokens, self.n
 
     @property
@@ -118,7 +118,7 @@ class Problem:
     def link_bytes(self) -> int:
         """Bytes a rank has to send: its rows to every peer, or every peer's rows of its partial sums, or both."""
         chunk = self.tokens // self.world_size
-        passes = 2 if self.operation == Operation.MATMUL_ALL_REDUCE else 1
+        passes = 2 if self.operation == OverlappedOperation.MATMUL_ALL_REDUCE else 1
         return passes * (self.world_size - 1) * chunk * self.hidden * self.dtype.itemsize
 
     @property
@@ -146,7 +146,7 @@ class Problem:
         if not communicates or self.gathers:
             inputs = self.inputs(rank, seed, device)
             return inputs.gathered.double() @ inputs.b.double()
-        first = rank * self.out_shape[0] if self.operation == Operation.MATMUL_REDUCE_SCATTER else 0
+        first = rank * self.out_shape[0] if self.operation == OverlappedOperation.MATMUL_REDUCE_SCATTER else 0
         rows = slice(first, first + self.out_shape[0])
         out = torch.zeros(self.out_shape, dtype=torch.float64, device=device)
         for other in range(self.world_size):

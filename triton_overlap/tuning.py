@@ -22,7 +22,7 @@ from .comm.group import Group
 from .comm.user_buffers import Communicator, UserBuffer
 from .kernels.choose import Explanation, choices_of
 from .kernels.methods import Method, parse_for
-from .kernels.tables import TABLE_OPERATIONS, Row, Table
+from .kernels.tables import TABLE_OPERATIONS, Table, TableRow
 from .ops.validation import check_optional_tensors, check_tensors, handle_of
 from .problems import TOLERANCE, Inputs, Problem, WrongResult, cache_bytes_of, leave_nan
 from .reference import relative_error
@@ -172,7 +172,7 @@ def tune(
 
     problems, methods, effort = group.agree_on("what to tune", judge)
     began = time.monotonic()
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     with _own_buffers(group, problems) as buffers, _without_synchronising(group):
         trial = _Trial(group, effort, _timer(group, buffers[0]))
         for problem in problems:
@@ -357,7 +357,7 @@ class _Trial:
         self._effort = effort
         self._timer = timer
 
-    def row(self, problem: Problem, buffer: UserBuffer, methods: Sequence[str]) -> Row:
+    def row(self, problem: Problem, buffer: UserBuffer, methods: Sequence[str]) -> TableRow:
         """Collective: what the table says of ``problem``."""
         group, effort = self._group, self._effort
         num_sets = problem.num_input_sets(cache_bytes_of(group.device))
@@ -378,7 +378,7 @@ class _Trial:
         last = timed(finalists, effort.rounds)
         times = {name: (last.get(name) or first[name]).median_ms for name in methods}
         method = _from_rank_0(group, lambda: decide({name: times[name] for name in finalists}, effort.noise))
-        return Row(
+        return TableRow(
             operation=problem.operation,
             dtype=str(problem.dtype).removeprefix("torch."),
             n=problem.n,

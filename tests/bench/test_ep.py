@@ -14,7 +14,7 @@ from tests.bench.running import run_bench
 from tests.distributed import run_ranks
 from triton_overlap.bench.__main__ import main
 from triton_overlap.bench.ep import Bench, Prepared, Settings, error_of
-from triton_overlap.bench.ep_problems import EpProblem, Expected, Operation, Received
+from triton_overlap.bench.ep_problems import EpOperation, EpProblem, Expected, Received
 from triton_overlap.bench.ep_results import Comparison, EpResults, EpRow, Variant, print_tables
 from triton_overlap.bench.ep_rivals import AllToAll
 from triton_overlap.bench.ranks import Link
@@ -93,11 +93,11 @@ def test_moved_rows_are_those_of_other_ranks() -> None:
     hosts = [PROBLEM.host_of(PROBLEM.topk_idx(rank, 0, CPU)) for rank in range(2)]
     crossing = [int(hosts[0][:, 1].sum()), int(hosts[1][:, 0].sum())]
     assert crossing[0] != crossing[1], "another seed: these would not tell one direction from the other"
-    moved = [[PROBLEM.rows_moved(rank, 0, operation, CPU) for rank in range(2)] for operation in Operation]
+    moved = [[PROBLEM.rows_moved(rank, 0, operation, CPU) for rank in range(2)] for operation in EpOperation]
     assert moved == [crossing, crossing, crossing[::-1]]
     alone = replace(PROBLEM, world_size=1)
-    assert alone.rows_moved(0, 0, Operation.COMBINE, CPU) == 5
-    assert [PROBLEM.row_bytes(operation) for operation in Operation] == [256, 132, 256]
+    assert alone.rows_moved(0, 0, EpOperation.COMBINE, CPU) == 5
+    assert [PROBLEM.row_bytes(operation) for operation in EpOperation] == [256, 132, 256]
 
 
 def test_inputs_outgrow_a_cache() -> None:
@@ -114,7 +114,7 @@ def test_errors_of_a_dispatch_are_bits() -> None:
     wrong[-1, -1] += 1
 
     def error(found: Received) -> float:
-        return error_of(Operation.DISPATCH, found, expected, PROBLEM)
+        return error_of(EpOperation.DISPATCH, found, expected, PROBLEM)
 
     assert error(right) == error(replace(right, topk_weights=None)) == error(replace(right, x=most)) == 0
     assert right.topk_weights is not None
@@ -127,8 +127,8 @@ def test_errors_of_a_dispatch_are_bits() -> None:
         replace(right, scales=torch.ones(len(right.x), 1)),
     ):
         assert error(found) == float("inf")
-    assert error_of(Operation.DISPATCH_FP8, right, expected, PROBLEM) == float("inf")
-    assert error_of(Operation.COMBINE, expected.combine.bfloat16(), expected, PROBLEM) < 1e-2
+    assert error_of(EpOperation.DISPATCH_FP8, right, expected, PROBLEM) == float("inf")
+    assert error_of(EpOperation.COMBINE, expected.combine.bfloat16(), expected, PROBLEM) < 1e-2
 
 
 def check_the_all_to_all() -> str:
@@ -137,11 +137,11 @@ def check_the_all_to_all() -> str:
     group = to.init_group()
     bench = Bench(group, SETTINGS, Link("memory", None))
     prepared = Prepared.of(PROBLEM, group, 0)
-    calls = AllToAll().calls(Operation.COMBINE, prepared.work)
-    bench.check(Operation.COMBINE, calls, prepared)
+    calls = AllToAll().calls(EpOperation.COMBINE, prepared.work)
+    bench.check(EpOperation.COMBINE, calls, prepared)
     calls["off by 2 %"] = lambda index: calls["all_to_all"](index) * (1 + 0.02 * group.rank)
     with pytest.raises(WrongResult) as error:
-        bench.check(Operation.COMBINE, calls, prepared)
+        bench.check(EpOperation.COMBINE, calls, prepared)
     group.close()
     return str(error.value)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from triton_overlap.bench.problems import MODELS, layer_problems, layer_sizes, model_problems, random_problems
-from triton_overlap.problems import Operation
+from triton_overlap.problems import OverlappedOperation
 
-GATHER, REDUCE = Operation.ALL_GATHER_MATMUL, Operation.MATMUL_REDUCE_SCATTER
+GATHER, REDUCE = OverlappedOperation.ALL_GATHER_MATMUL, OverlappedOperation.MATMUL_REDUCE_SCATTER
 
 
 def test_both_operations_of_a_layer_at_every_count() -> None:

@@ -18,7 +18,7 @@ from triton_overlap.bench.rivals import Run
 from triton_overlap.bench.session import Session, Settings
 from triton_overlap.bench.tp import Bench
 from triton_overlap.kernels.tables import Table
-from triton_overlap.problems import Inputs, Operation, Problem, WrongResult
+from triton_overlap.problems import Inputs, OverlappedOperation, Problem, WrongResult
 from triton_overlap.tuning import default_candidates
 
 SETTINGS = Settings(dtype=torch.float32, rounds=1, warmup=0, seed=0, command=["tp"], commit=None)
@@ -93,7 +93,7 @@ def measure_a_wrong_rival() -> str:
     group = to.init_group()
     bench = Bench(Session(group, SETTINGS, Console()), [SlightlyWrong(group.rank)], Link("memory", None))
     with pytest.raises(WrongResult) as error:
-        bench.measure(Problem(Operation.ALL_GATHER_MATMUL, 8, 16, 32, group.world_size, torch.float32))
+        bench.measure(Problem(OverlappedOperation.ALL_GATHER_MATMUL, 8, 16, 32, group.world_size, torch.float32))
     group.close()
     return str(error.value)
 

@@ -13,24 +13,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triton_overlap.comm.signals import Operation, describe_operation, operation_code
+from triton_overlap.comm.signals import HeaderOperation, describe_operation, operation_code
 from triton_overlap.kernels import choose
 from triton_overlap.kernels.choose import DEFAULT, Choices, Members, Product, product_choices
 from triton_overlap.kernels.config import TileConfig, tile_config
 from triton_overlap.kernels.methods import APPLICABLE, Method, gather_method, parse_for, reduce_method
-from triton_overlap.kernels.tables import TABLE_DTYPES, TABLE_OPERATIONS, Row, Table
+from triton_overlap.kernels.tables import TABLE_DTYPES, TABLE_OPERATIONS, Table, TableRow
 
 GPUS = Members("NVIDIA H200", 2, copies=True, collectives=True)
 TILES = "fused(tiles=128x128x64x4x4)"
 GATHER, REDUCE, ALL_REDUCE = TABLE_OPERATIONS
 
 
-def row(tokens: int, method: str, n: int = 4096, k: int = 8192, **changes: Any) -> Row:
+def row(tokens: int, method: str, n: int = 4096, k: int = 8192, **changes: Any) -> TableRow:
     found = {"operation": GATHER, "dtype": "bfloat16", "n": n, "k": k, "tokens": tokens, "method": method}
-    return Row(**{**found, "times_ms": {method: 1.0}, **changes})
+    return TableRow(**{**found, "times_ms": {method: 1.0}, **changes})
 
 
-def table(*rows: Row, **changes: Any) -> Table:
+def table(*rows: TableRow, **changes: Any) -> Table:
     return Table(**{"device": GPUS.device, "world_size": 2, "rows": rows, "source": "a.json", **changes})
 
 
@@ -156,7 +156,7 @@ ROWS = st.lists(
     shuffled=st.randoms(),
 )
 def test_a_choice_for_every_size_whatever_the_order_of_rows(
-    rows: list[Row],
+    rows: list[TableRow],
     operation: str,
     dtype: torch.dtype,
     n: int,
@@ -184,7 +184,7 @@ def test_a_choice_for_every_size_whatever_the_order_of_rows(
     if explanation.row is not None:
         of_shape = [r for r in explanation.choices.rows if (r.n, r.k) == (explanation.row.n, explanation.row.k)]
 
-        def ratio(of: Row) -> float:
+        def ratio(of: TableRow) -> float:
             return max(of.tokens, tokens) / min(of.tokens, tokens)
 
         assert ratio(explanation.row) <= min(map(ratio, of_shape)) * (1 + 1e-9), "a nearer count was measured"
@@ -371,11 +371,13 @@ def test_backward_chooses_anew() -> None:
 
 
 def test_headers_tell_tiles_apart() -> None:
-    code = operation_code(Operation.ALL_GATHER_MATMUL, torch.bfloat16, "fused by copy engine", (256, 16))
+    code = operation_code(HeaderOperation.ALL_GATHER_MATMUL, torch.bfloat16, "fused by copy engine", (256, 16))
     assert 0 < code < 1 << 31
     described = "all_gather_matmul in bfloat16, method fused by copy engine, tiles of 256 x 16"
     assert describe_operation(code) == described
     sizes = [16, 32, 64, 128, 256, 512, 1024]
-    codes = {operation_code(Operation.ALL_GATHER_MATMUL, torch.float16, tile=(m, n)) for m in sizes for n in sizes}
+    codes = {
+        operation_code(HeaderOperation.ALL_GATHER_MATMUL, torch.float16, tile=(m, n)) for m in sizes for n in sizes
+    }
     assert len(codes) == len(sizes) ** 2
     assert max(codes) < 1 << 31

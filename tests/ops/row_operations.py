@@ -75,7 +75,7 @@ def _nothing(problem: Problem) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Operation:
+class RowOperation:
     """A token-wise operation.
 
     Attributes:
@@ -151,32 +151,32 @@ def _product(a: Tensor, b: Tensor, bias: Tensor, **count: Any) -> Tensor:
 
 _QKV: dict[str, Any] = {"rows": ((2, 5, 20),), "extras": _documents, "sharded": False}
 MAIN = (
-    Operation("layer_norm", to.layer_norm, reference.layer_norm, parameters=((HIDDEN,), (HIDDEN,))),
-    Operation("rms_norm", to.rms_norm, reference.rms_norm, parameters=((HIDDEN,),)),
-    Operation("gelu", to.gelu, partial(reference.activation, name="gelu")),
-    Operation("swiglu", to.swiglu, partial(reference.gated_activation, name="swiglu"), rows=((2 * HIDDEN,),)),
-    Operation("matmul", _product, reference.matmul, parameters=((HIDDEN, 48), (48,))),
-    Operation("add", to.add, reference.add, rows=((HIDDEN,), (HIDDEN,))),
-    Operation("fork", to.fork, _forked),
-    Operation("rotary", to.rotary, reference.rotary, rows=((3, 20),), extras=_documents, sharded=False),
-    Operation("rotary_qkv", to.rotary_qkv, reference.rotary_qkv, **_QKV),
-    Operation("cross_entropy", to.cross_entropy, reference.cross_entropy, extras=_labels),
+    RowOperation("layer_norm", to.layer_norm, reference.layer_norm, parameters=((HIDDEN,), (HIDDEN,))),
+    RowOperation("rms_norm", to.rms_norm, reference.rms_norm, parameters=((HIDDEN,),)),
+    RowOperation("gelu", to.gelu, partial(reference.activation, name="gelu")),
+    RowOperation("swiglu", to.swiglu, partial(reference.gated_activation, name="swiglu"), rows=((2 * HIDDEN,),)),
+    RowOperation("matmul", _product, reference.matmul, parameters=((HIDDEN, 48), (48,))),
+    RowOperation("add", to.add, reference.add, rows=((HIDDEN,), (HIDDEN,))),
+    RowOperation("fork", to.fork, _forked),
+    RowOperation("rotary", to.rotary, reference.rotary, rows=((3, 20),), extras=_documents, sharded=False),
+    RowOperation("rotary_qkv", to.rotary_qkv, reference.rotary_qkv, **_QKV),
+    RowOperation("cross_entropy", to.cross_entropy, reference.cross_entropy, extras=_labels),
 )
 MORE = (
-    Operation("layer_norm_without_bias", to.layer_norm, reference.layer_norm, parameters=((HIDDEN,),)),
-    Operation(
+    RowOperation("layer_norm_without_bias", to.layer_norm, reference.layer_norm, parameters=((HIDDEN,),)),
+    RowOperation(
         "cross_entropy_sum",
         partial(to.cross_entropy, reduction="sum"),
         partial(reference.cross_entropy, reduction="sum"),
         extras=_labels,
     ),
     *(
-        Operation(name, partial(to.activation, name=name), partial(reference.activation, name=name))
+        RowOperation(name, partial(to.activation, name=name), partial(reference.activation, name=name))
         for name in FUNCTIONS
         if name != "gelu"
     ),
     *(
-        Operation(
+        RowOperation(
             name,
             partial(to.gated_activation, name=name),
             partial(reference.gated_activation, name=name),
@@ -188,13 +188,13 @@ MORE = (
 )
 
 
-def count_of(operation: Operation, problem: Problem, shards: int = 1) -> dict[str, Any]:
+def count_of(operation: RowOperation, problem: Problem, shards: int = 1) -> dict[str, Any]:
     """The keyword arguments that say how many rows are active."""
     tokens = torch.tensor(problem.rows * shards, dtype=torch.int32, device=problem.device)
     return {"active_tokens": tokens, "shards": shards} if operation.sharded else {"active_tokens": tokens}
 
 
-def check_values(operation: Operation, problem: Problem, shards: int) -> None:
+def check_values(operation: RowOperation, problem: Problem, shards: int) -> None:
     """Values and gradients with a count are the twin's, bitwise those of the active rows alone, and end with them."""
     outputs, gradients = operation.run(problem, count_of(operation, problem, shards))
     alone = operation.run(problem, {}, cut=True)
@@ -220,7 +220,7 @@ def no_new_specializations() -> Iterator[None]:
 class Captured:
     """A CUDA graph of forward and backward at capacity, with a count that is set between replays."""
 
-    def __init__(self, operation: Operation, problem: Problem, shards: int) -> None:
+    def __init__(self, operation: RowOperation, problem: Problem, shards: int) -> None:
         self.operation = operation
         self.shards = shards
         self.inputs = [x.requires_grad_() for x in operation.inputs(problem)]

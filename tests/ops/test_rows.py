@@ -18,8 +18,8 @@ from tests.ops.row_operations import (
     MAIN,
     MORE,
     Captured,
-    Operation,
     Problem,
+    RowOperation,
     check_values,
     count_of,
     no_new_specializations,
@@ -34,27 +34,27 @@ LARGE, CAPACITY = 270, 281
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("operation", MAIN, ids=str)
-def test_values(operation: Operation, device: str) -> None:
+def test_values(operation: RowOperation, device: str) -> None:
     check_values(operation, Problem(LARGE, CAPACITY, device, torch.float32), shards=1)
     check_values(operation, Problem(1, 9, device, torch.float32), shards=2)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("operation", MORE, ids=str)
-def test_values_of_variants(operation: Operation, device: str) -> None:
+def test_values_of_variants(operation: RowOperation, device: str) -> None:
     check_values(operation, Problem(6, 8, device, torch.float32), shards=1)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("operation", MAIN, ids=str)
-def test_two_byte_dtypes(operation: Operation, dtype: torch.dtype, device: str) -> None:
+def test_two_byte_dtypes(operation: RowOperation, dtype: torch.dtype, device: str) -> None:
     check_values(operation, Problem(13, 17, device, dtype), shards=4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("operation", MAIN, ids=str)
-def test_counts_and_capacities_specialise_nothing(operation: Operation, device: str) -> None:
+def test_counts_and_capacities_specialise_nothing(operation: RowOperation, device: str) -> None:
     def call(rows: int, capacity: int, shards: int) -> None:
         problem = Problem(rows, capacity, device, torch.float32)
         operation.run(problem, count_of(operation, problem, shards))
@@ -69,7 +69,7 @@ def test_counts_and_capacities_specialise_nothing(operation: Operation, device: 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 @pytest.mark.parametrize("operation", MAIN, ids=str)
-def test_one_graph_serves_every_count(operation: Operation, dtype: torch.dtype) -> None:
+def test_one_graph_serves_every_count(operation: RowOperation, dtype: torch.dtype) -> None:
     capacity, shards = 1000, 2 if operation.sharded else 1
     captured = Captured(operation, Problem(700, capacity, "cuda", dtype), shards)
     for rows in (1000, 1, 999, 512, 64, 333, 17, 16, 128, random.Random(0).randrange(1, capacity)):
@@ -126,14 +126,14 @@ def test_no_rows(device: str) -> None:
     assert not bool(weight.grad.any()), "the sum over no rows is 0"
 
 
-def _arguments(operation: Operation, rows: int = 6) -> tuple[list[Tensor], dict[str, Any]]:
+def _arguments(operation: RowOperation, rows: int = 6) -> tuple[list[Tensor], dict[str, Any]]:
     problem = Problem(rows, rows, "cpu", torch.float32)
     inputs = [x.requires_grad_() for x in (*operation.inputs(problem), *operation.parameter_values(problem))]
     return inputs, {**operation.extras(problem), **count_of(operation, problem)}
 
 
 @pytest.mark.parametrize("operation", MAIN, ids=str)
-def test_counts_that_do_not_fit(operation: Operation) -> None:
+def test_counts_that_do_not_fit(operation: RowOperation) -> None:
     inputs, keywords = _arguments(operation)
     bad: list[tuple[dict[str, Any], str]] = [
         ({"active_tokens": torch.tensor(3)}, r"active_tokens must be torch\.int32, got torch\.int64"),
@@ -156,7 +156,7 @@ def test_count_on_another_device() -> None:
         check_active_tokens("add", torch.ones(2, 2), count, 1)
 
 
-def _raw(operation: Operation) -> tuple[Any, tuple[Any, ...]]:
+def _raw(operation: RowOperation) -> tuple[Any, tuple[Any, ...]]:
     """The operator behind a function, and its arguments."""
     inputs, keywords = _arguments(operation)
     count = (keywords["active_tokens"], 1)
@@ -183,7 +183,7 @@ def _raw(operation: Operation) -> tuple[Any, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("operation", [operation for operation in MAIN if operation.name != "fork"], ids=str)
-def test_opcheck(operation: Operation) -> None:
+def test_opcheck(operation: RowOperation) -> None:
     """Schema, fake kernel, autograd registration and AOT dispatch with dynamic shapes."""
     operator, arguments = _raw(operation)
     outcome = torch.library.opcheck(operator.default, arguments)

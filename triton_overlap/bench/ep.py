@@ -20,7 +20,7 @@ from torch import Tensor
 
 import triton_overlap as to
 from triton_overlap import environment
-from triton_overlap.bench.ep_problems import EpProblem, Expected, Operation, Received
+from triton_overlap.bench.ep_problems import EpOperation, EpProblem, Expected, Received
 from triton_overlap.bench.ep_results import Comparison, EpResults, EpRow, Variant
 from triton_overlap.bench.ep_rivals import AllToAll, Rival, Run, ThisLibrary, Work
 from triton_overlap.bench.ranks import Link, gpus_are_shared, measure_link, ranks, timer_of
@@ -98,7 +98,7 @@ class Bench:
             unavailable["graph"] = "CUDA graphs need a GPU"
         rows = []
         with self._buffer(problem, use_fp8_dispatch=True) as buffer:
-            for operation in Operation:
+            for operation in EpOperation:
                 calls: dict[str, Run] = {}
                 for rival in (ThisLibrary(buffer), *others):
                     calls.update(rival.calls(operation, prepared.work))
@@ -126,7 +126,7 @@ class Bench:
         problem = prepared.work.problem
         comparisons = []
         with self._variants(problem) as buffers:
-            for operation, call in ((Operation.DISPATCH, "device_counts"), (Operation.COMBINE, "eager")):
+            for operation, call in ((EpOperation.DISPATCH, "device_counts"), (EpOperation.COMBINE, "eager")):
                 calls = {
                     str(index): ThisLibrary(buffer).calls(operation, prepared.work)[call]
                     for index, buffer in enumerate(buffers)
@@ -156,7 +156,7 @@ class Bench:
                 )
         return comparisons
 
-    def check(self, operation: Operation, calls: dict[str, Run], prepared: Prepared) -> dict[str, float]:
+    def check(self, operation: EpOperation, calls: dict[str, Run], prepared: Prepared) -> dict[str, float]:
         """Each call's largest error over all ranks and input sets.
 
         Raises:
@@ -169,7 +169,7 @@ class Bench:
                 worst[name] = max(worst[name], error_of(operation, run(index), expected, prepared.work.problem))
         for found in self.group.all_gather_object(worst):
             worst = {name: max(worst[name], found[name]) for name in worst}
-        tolerance = TOLERANCE[torch.bfloat16] if operation == Operation.COMBINE else 0.0
+        tolerance = TOLERANCE[torch.bfloat16] if operation == EpOperation.COMBINE else 0.0
         wrong = {name: error for name, error in worst.items() if not error <= tolerance}
         if wrong:
             listed = ", ".join(f"{name} {error:.1e}" for name, error in wrong.items())
@@ -186,7 +186,7 @@ class Bench:
             seed=seed,
         )
 
-    def _moved_bytes(self, operation: Operation, prepared: Prepared) -> float:
+    def _moved_bytes(self, operation: EpOperation, prepared: Prepared) -> float:
         problem, seed = prepared.work.problem, self.settings.seed
         rows = [
             problem.rows_moved(self.group.rank, seed + index, operation, self.group.device)
@@ -239,13 +239,13 @@ def leave_nan(problem: EpProblem, expected: Expected) -> None:
             torch.full((rows, num_bytes), 255, dtype=torch.uint8, device=x.device)  # NaN in both dtypes
 
 
-def error_of(operation: Operation, found: Received | Tensor, expected: Expected, problem: EpProblem) -> float:
+def error_of(operation: EpOperation, found: Received | Tensor, expected: Expected, problem: EpProblem) -> float:
     """Relative error of a combine; 0 for a dispatch that is exact, and infinity for another."""
-    if operation == Operation.COMBINE:
+    if operation == EpOperation.COMBINE:
         assert isinstance(found, Tensor)
         return relative_error(found, expected.combine)
     assert isinstance(found, Received)
-    right = expected.dispatch_fp8 if operation == Operation.DISPATCH_FP8 else expected.dispatch
+    right = expected.dispatch_fp8 if operation == EpOperation.DISPATCH_FP8 else expected.dispatch
     rows = right.x.shape[0]
     if found.x.shape[0] not in (rows, problem.world_size * problem.tokens):
         return float("inf")

@@ -25,7 +25,7 @@ SCALE_COLUMNS = 128
 FP8 = torch.float8_e4m3fn
 
 
-class Operation(str, Enum):
+class EpOperation(str, Enum):
     """What is timed."""
 
     DISPATCH = "dispatch"
@@ -106,9 +106,9 @@ class EpProblem:
         """Bytes of the bfloat16 rows."""
         return 2 * self.tokens * self.hidden
 
-    def row_bytes(self, operation: Operation) -> int:
+    def row_bytes(self, operation: EpOperation) -> int:
         """Bytes of a row with its scales."""
-        if operation == Operation.DISPATCH_FP8:
+        if operation == EpOperation.DISPATCH_FP8:
             return self.hidden + 4 * self.hidden // SCALE_COLUMNS
         return 2 * self.hidden
 
@@ -141,11 +141,11 @@ class EpProblem:
         ranks = torch.arange(self.world_size, device=topk_idx.device)
         return (host[:, :, None] == ranks).any(dim=1)
 
-    def rows_moved(self, rank: int, seed: int, operation: Operation, device: torch.device) -> int:
+    def rows_moved(self, rank: int, seed: int, operation: EpOperation, device: torch.device) -> int:
         """Rows that ``rank`` sends to other ranks in input set ``seed``; in a group of one, all that it receives."""
         if self.world_size == 1:
             return int(self.host_of(self.topk_idx(0, seed, device)).sum())
-        if operation != Operation.COMBINE:
+        if operation != EpOperation.COMBINE:
             sent = self.host_of(self.topk_idx(rank, seed, device)).sum(dim=0)
             return int(sent.sum() - sent[rank])
         # What came in from others goes back to them.

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import triton_overlap as to
-from triton_overlap.bench.ep_problems import FP8, EpProblem, Inputs, Operation, Received
+from triton_overlap.bench.ep_problems import FP8, EpOperation, EpProblem, Inputs, Received
 
 #: A call on the input set of that index.
 Run = Callable[[int], Any]
@@ -58,7 +58,7 @@ class Work:
 class Rival(Protocol):
     """One way to make the calls."""
 
-    def calls(self, operation: Operation, work: Work) -> dict[str, Run]:
+    def calls(self, operation: EpOperation, work: Work) -> dict[str, Run]:
         """By name. A dispatch gives a :class:`Received`, whose rows may be more than came in, a combine [T, H].
         Collective."""
 
@@ -69,7 +69,7 @@ class ThisLibrary:
     def __init__(self, buffer: to.ExpertBuffer) -> None:
         self._buffer = buffer
 
-    def calls(self, operation: Operation, work: Work) -> dict[str, Run]:
+    def calls(self, operation: EpOperation, work: Work) -> dict[str, Run]:
         @functools.cache
         def handle(index: int) -> to.EpHandle:
             return self._buffer.dispatch(work.sets[index].x, work.sets[index].topk_idx)[3]
@@ -82,7 +82,7 @@ class ThisLibrary:
             rows = rows_of(given, operation)
             return received(self._buffer.dispatch(rows, given.topk_idx, given.topk_weights, cpu_sync=cpu_sync))
 
-        if operation == Operation.COMBINE:
+        if operation == EpOperation.COMBINE:
             for index in range(len(work.sets)):
                 handle(index)  # not in a capture
             return self._with_graph({"eager": combine}, "eager", work)
@@ -102,9 +102,9 @@ class ThisLibrary:
         return calls
 
 
-def rows_of(given: Inputs, operation: Operation) -> Tensor | tuple[Tensor, Tensor]:
+def rows_of(given: Inputs, operation: EpOperation) -> Tensor | tuple[Tensor, Tensor]:
     """What a dispatch sends."""
-    return (given.fp8, given.scales) if operation == Operation.DISPATCH_FP8 else given.x
+    return (given.fp8, given.scales) if operation == EpOperation.DISPATCH_FP8 else given.x
 
 
 def received(found: tuple[Any, ...]) -> Received:
@@ -153,9 +153,9 @@ class _Route:
 class AllToAll:
     """``torch.distributed.all_to_all_single``: a token's row once to each rank that hosts an expert of it."""
 
-    def calls(self, operation: Operation, work: Work) -> dict[str, Run]:
+    def calls(self, operation: EpOperation, work: Work) -> dict[str, Run]:
         routes = [self._route(work.problem, given.topk_idx) for given in work.sets]
-        if operation == Operation.COMBINE:
+        if operation == EpOperation.COMBINE:
             return {"all_to_all": lambda index: self._combine(work, index, routes[index])}
 
         def counted(index: int) -> Received:
@@ -176,23 +176,23 @@ class AllToAll:
         sizes = torch.stack([sent, received]).tolist()
         return _Route(tokens, *sizes)
 
-    def _dispatch(self, work: Work, index: int, route: _Route, operation: Operation) -> Received:
+    def _dispatch(self, work: Work, index: int, route: _Route, operation: EpOperation) -> Received:
         given, problem = work.sets[index], work.problem
         words = [given.topk_idx.int(), given.topk_weights.view(torch.int32)]
-        if operation == Operation.DISPATCH_FP8:
+        if operation == EpOperation.DISPATCH_FP8:
             words.append(given.scales.view(torch.int32))
         about = _exchange(torch.cat(words, dim=1)[route.tokens], route.sent, route.received)
-        rows = given.fp8.view(torch.uint8) if operation == Operation.DISPATCH_FP8 else given.x
+        rows = given.fp8.view(torch.uint8) if operation == EpOperation.DISPATCH_FP8 else given.x
         x = _exchange(rows[route.tokens], route.sent, route.received)
         idx, weights, scales = about.split([problem.topk, problem.topk, about.shape[1] - 2 * problem.topk], dim=1)
         experts = problem.experts // problem.world_size
         local = idx.long() - work.rank * experts
         here = (local >= 0) & (local < experts)
         return Received(
-            x=x.view(FP8) if operation == Operation.DISPATCH_FP8 else x,
+            x=x.view(FP8) if operation == EpOperation.DISPATCH_FP8 else x,
             topk_idx=torch.where(here, local, -1),
             topk_weights=torch.where(here, weights.view(torch.float32), 0.0),
-            scales=scales.contiguous().view(torch.float32) if operation == Operation.DISPATCH_FP8 else None,
+            scales=scales.contiguous().view(torch.float32) if operation == EpOperation.DISPATCH_FP8 else None,
         )
 
     def _combine(self, work: Work, index: int, route: _Route) -> Tensor:

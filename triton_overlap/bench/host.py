@@ -34,7 +34,7 @@ from triton_overlap.bench.results import Results
 from triton_overlap.bench.session import Session
 from triton_overlap.kernels import by_method
 from triton_overlap.kernels.methods import Method
-from triton_overlap.problems import TOLERANCE, Operation, Problem
+from triton_overlap.problems import TOLERANCE, OverlappedOperation, Problem
 from triton_overlap.reference import relative_error
 
 #: Calls of a batch: fewer than the device's queue has places for, with a few entries a call.
@@ -246,7 +246,7 @@ def run(session: Session, tokens: int, k: int, n: int) -> Results:
         WrongResult: a result is not the reference.
     """
     group, dtype = session.group, session.settings.dtype
-    problems = [Problem(op, tokens, n, k, group.world_size, dtype) for op in list(Operation)[:2]]
+    problems = [Problem(op, tokens, n, k, group.world_size, dtype) for op in list(OverlappedOperation)[:2]]
     before, group.check_mode = group.check_mode, "async"
     try:
         rows = [_measure(problem, session) for problem in session.progress(problems, lambda p: p.operation)]

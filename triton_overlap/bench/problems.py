@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from triton_overlap.problems import Operation, Problem
+from triton_overlap.problems import OverlappedOperation, Problem
 
-_GATHER, _REDUCE = Operation.ALL_GATHER_MATMUL, Operation.MATMUL_REDUCE_SCATTER
+_GATHER, _REDUCE = OverlappedOperation.ALL_GATHER_MATMUL, OverlappedOperation.MATMUL_REDUCE_SCATTER
 
 
 def layer_problems(tokens: Sequence[int], k: int, n: int, world_size: int, dtype: torch.dtype) -> list[Problem]:
@@ -56,7 +56,7 @@ class Model:
     ffn: int
     head: int = 128
 
-    def sizes(self, world_size: int) -> list[tuple[Operation, int, int]]:
+    def sizes(self, world_size: int) -> list[tuple[OverlappedOperation, int, int]]:
         """(operation, N, K) of a rank's GEMMs: those of qkv, fc1, proj and fc2 forward, then of their backward."""
         qkv, fc1 = (self.queries + 2 * self.keys) // world_size, 2 * self.ffn // world_size
         proj, fc2 = self.queries // world_size, self.ffn // world_size

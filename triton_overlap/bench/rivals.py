@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import triton_overlap as to
-from triton_overlap.problems import Inputs, Operation, Problem
+from triton_overlap.problems import Inputs, OverlappedOperation, Problem
 from triton_overlap.tuning import applies, can_run, default_candidates, run_method
 
 # Newer releases of torch rename the two collectives on single tensors; the oldest supported one has only the old names.
@@ -112,7 +112,8 @@ class CollectiveThenGemm:
             _reduce_scatter(out, inputs.a @ inputs.b)
             return out
 
-        return all_gather_matmul if problem.operation == Operation.ALL_GATHER_MATMUL else matmul_reduce_scatter
+        gathers = problem.operation == OverlappedOperation.ALL_GATHER_MATMUL
+        return all_gather_matmul if gathers else matmul_reduce_scatter
 
 
 class AsyncTensorParallel:
@@ -129,14 +130,14 @@ class AsyncTensorParallel:
         process_group = dist.group.WORLD
         assert process_group is not None
         group_name = process_group.group_name
-        if problem.operation == Operation.ALL_GATHER_MATMUL:
+        if problem.operation == OverlappedOperation.ALL_GATHER_MATMUL:
             return lambda inputs: torch.ops.symm_mem.fused_all_gather_matmul(inputs.a, [inputs.b], 0, group_name)[1][0]
         return lambda inputs: torch.ops.symm_mem.fused_matmul_reduce_scatter(inputs.a, inputs.b, "sum", 0, group_name)
 
 
 def every_method(dtype: torch.dtype) -> list[str]:
     """The library's methods with the options that ``tune`` tries, simpler ones first, then ``auto`` and ``bulk``."""
-    candidates = [default_candidates(operation.value, dtype) for operation in Operation]
+    candidates = [default_candidates(operation.value, dtype) for operation in OverlappedOperation]
     return [*dict.fromkeys(name for names in candidates for name in names), "auto", "bulk"]
 
 

@@ -18,7 +18,7 @@ from ..errors import (
 from .layout import RECORD_WORDS, Failure, Place
 
 
-class Operation(IntEnum):
+class HeaderOperation(IntEnum):
     """The operations that open a call; the lowest byte of a header's operation word."""
 
     ALL_GATHER_MATMUL = 1
@@ -60,7 +60,7 @@ _ROUTING = "the routing of the dispatch in epoch "
 
 
 def operation_code(
-    operation: Operation, dtype: torch.dtype, method: str = "fused", tile: tuple[int, int] | None = None
+    operation: HeaderOperation, dtype: torch.dtype, method: str = "fused", tile: tuple[int, int] | None = None
 ) -> int:
     """The operation word of a header: what two ranks must agree on beside T, N and K.
 
@@ -78,21 +78,21 @@ def operation_code(
     return code
 
 
-def ep_operation_code(operation: Operation, dtype: torch.dtype, form: EpForm) -> int:
+def ep_operation_code(operation: HeaderOperation, dtype: torch.dtype, form: EpForm) -> int:
     """The operation word of an expert-parallel call's header."""
     return operation_code(operation, dtype) | int(form) << 16
 
 
 def is_expert_parallel(code: int) -> bool:
     """Whether the operation word is of an expert-parallel call."""
-    return code & 0xFF in (Operation.EP_DISPATCH, Operation.EP_CACHED_DISPATCH, Operation.EP_COMBINE)
+    return code & 0xFF in (HeaderOperation.EP_DISPATCH, HeaderOperation.EP_CACHED_DISPATCH, HeaderOperation.EP_COMBINE)
 
 
 def describe_operation(code: int) -> str:
     """``operation_code`` or ``ep_operation_code`` read back, for messages."""
     operation, dtype, method, tile = code & 0xFF, code >> 8 & 0xFF, code >> 16 & 0xFF, code >> 24
     try:
-        name = Operation(operation).name.lower()
+        name = HeaderOperation(operation).name.lower()
         text = f"{name} in {str(_DTYPES[dtype - 1]).removeprefix('torch.')}"
         if is_expert_parallel(code):
             forms = [form.name.lower().replace("_", " ") for form in EpForm if form & method and form.name]

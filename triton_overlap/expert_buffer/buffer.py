@@ -23,7 +23,7 @@ import torch
 from ..comm.backend import SymmetricMemory
 from ..comm.group import Group, check_timeout
 from ..comm.network import Network, check_requirements, create_network
-from ..comm.signals import EpForm, Operation, ep_operation_code
+from ..comm.signals import EpForm, HeaderOperation, ep_operation_code
 from ..errors import ClosedError
 from ..kernels import ep_combine, ep_dispatch, ep_route, ep_unpack
 from ..kernels.ep_dispatch import Payload
@@ -304,7 +304,7 @@ class ExpertBuffer:
                 "dispatch: cpu_sync=True reads the counts of a routing from the device, which a captured graph cannot; "
                 "give cpu_sync=False, or a handle whose counts are known"
             )
-        kind = Operation.EP_DISPATCH if handle is None else Operation.EP_CACHED_DISPATCH
+        kind = HeaderOperation.EP_DISPATCH if handle is None else HeaderOperation.EP_CACHED_DISPATCH
         with calling_stream(self.group.backend, previous_event, async_op) as stream:
             stream.share(rows, scales, topk_idx, topk_weights, handle.routing if handle is not None else None)
             with self._call():
@@ -448,7 +448,7 @@ class ExpertBuffer:
                 weights,
                 biases,
                 out,
-                operation=ep_operation_code(Operation.EP_COMBINE, y.dtype, agreed),
+                operation=ep_operation_code(HeaderOperation.EP_COMBINE, y.dtype, agreed),
                 expand=handle.expand,
                 form=form,
             )

@@ -25,7 +25,7 @@ from ..comm.device import (
     wait_flags,
     wait_headers,
 )
-from ..comm.signals import Operation, operation_code
+from ..comm.signals import HeaderOperation, operation_code
 from ..comm.user_buffers import UserBuffer
 from .config import FLAG_LANES as _FLAG_LANES
 from .config import TileConfig, rows_per_piece, tile_config
@@ -99,7 +99,7 @@ def launch(
             rows=rows,
             slot_rows=slot_rows,
             rows_per_flag=rows_per_piece(config.BLOCK_M, k * x.element_size()),
-            operation=operation_code(Operation.ALL_GATHER, x.dtype),
+            operation=operation_code(HeaderOperation.ALL_GATHER, x.dtype),
             K=k,
             ALIGNED=k * x.element_size() % 16 == 0,
             COPY_BLOCK=config.COPY_BLOCK,

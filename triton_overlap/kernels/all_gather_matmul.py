@@ -40,7 +40,7 @@ from ..comm.device import (
     wait_flags,
     wait_headers,
 )
-from ..comm.signals import Operation, operation_code
+from ..comm.signals import HeaderOperation, operation_code
 from ..comm.user_buffers import Call, UserBuffer
 from . import config as _config
 from .config import COPY_ENGINE_ROWS, TileConfig, rows_per_piece, tile_config
@@ -265,7 +265,7 @@ def launch(
                 slot_rows=slot_rows,
                 rows_per_flag=rows_per_flag,
                 pushes=pushes,
-                operation=operation_code(Operation.ALL_GATHER_MATMUL, x.dtype, by, tile),
+                operation=operation_code(HeaderOperation.ALL_GATHER_MATMUL, x.dtype, by, tile),
                 timeline_ptr=task_rows(buffer, "all_gather_matmul", tasks),
                 FUNCTION=None if epilogue is None else epilogue.function,
                 GATED=gated,

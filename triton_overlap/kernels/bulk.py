@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 
-from ..comm.signals import Operation
+from ..comm.signals import HeaderOperation
 from ..comm.user_buffers import UserBuffer
 from .methods import Method
 from .operands import contiguous_rows
@@ -49,7 +49,7 @@ def all_gather(
     rows, hidden = x.shape
     gathered = x.new_empty((rows * world_size, hidden))
     product = a.new_empty((a.shape[0], b.shape[1]))
-    with stepped_call(buffer, rows, (Operation.ALL_GATHER, 0, hidden), method, [gathered]) as steps:
+    with stepped_call(buffer, rows, (HeaderOperation.ALL_GATHER, 0, hidden), method, [gathered]) as steps:
         # Before the GEMM, and before the wait: see steps.py.
         steps.send(x, 1, world_size - 1, chunked=False)
         gathered[rank * rows : (rank + 1) * rows].copy_(x)
@@ -96,7 +96,7 @@ def reduce_scatter_beside(
     tokens, hidden = x.shape
     rows = tokens // world_size
     out = x.new_empty((rows, hidden))
-    with stepped_call(buffer, rows, (Operation.REDUCE_SCATTER, 0, hidden), method, [out]) as steps:
+    with stepped_call(buffer, rows, (HeaderOperation.REDUCE_SCATTER, 0, hidden), method, [out]) as steps:
         steps.send(x, 1, world_size - 1, chunked=True)
         if world_size == 1:
             out.copy_(x)

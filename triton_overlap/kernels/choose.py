@@ -39,7 +39,7 @@ import torch
 
 from ..comm.backend import Backend
 from .methods import APPLICABLE, Method, missing_part
-from .tables import Row, Table
+from .tables import Table, TableRow
 
 #: What is done without a table.
 DEFAULT = Method("fused")
@@ -116,7 +116,7 @@ class ProductChoices:
 
     methods: tuple[Method, ...]
     bounds: tuple[int, ...] = ()
-    rows: tuple[Row, ...] = ()
+    rows: tuple[TableRow, ...] = ()
     table: Table | None = None
 
     def method(self, tokens: int) -> Method:
@@ -144,7 +144,7 @@ def product_choices(product: Product, members: Members, tables: Sequence[Table])
     )
 
 
-def _matching_rows(product: Product, members: Members, tables: Sequence[Table]) -> tuple[Table | None, list[Row]]:
+def _matching_rows(product: Product, members: Members, tables: Sequence[Table]) -> tuple[Table | None, list[TableRow]]:
     for table in tables:
         if (table.device, table.world_size) != (members.device, members.world_size):
             continue
@@ -160,7 +160,7 @@ def _distance(product: Product, n: int, k: int) -> Fraction:
     return Fraction(max(n, product.n) * max(k, product.k), min(n, product.n) * min(k, product.k))
 
 
-def _possible_method(row: Row, members: Members) -> Method:
+def _possible_method(row: TableRow, members: Members) -> Method:
     chosen = Method.parse(row.method)
     if members.can_run(chosen):
         return chosen
@@ -262,7 +262,7 @@ class Explanation:
         return self.choices.method(self.tokens)
 
     @property
-    def row(self) -> Row | None:
+    def row(self) -> TableRow | None:
         """The table's row behind it, or None without a table."""
         if not self.choices.rows:
             return None

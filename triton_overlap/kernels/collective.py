@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..comm.signals import Operation
+from ..comm.signals import HeaderOperation
 from ..comm.user_buffers import UserBuffer
 from .methods import Method
 from .operands import contiguous_rows
@@ -45,7 +45,7 @@ def all_gather_matmul(
     rows, k = x.shape
     tokens = rows * buffer.group.world_size
     outs = [x.new_empty((tokens, n)) for n in (*(b.shape[1] for b in bs), *([k] if gather else []))]
-    opening = (Operation.ALL_GATHER_MATMUL, bs[0].shape[1], k)
+    opening = (HeaderOperation.ALL_GATHER_MATMUL, bs[0].shape[1], k)
     with stepped_call(buffer, rows, opening, method, outs) as steps:
         steps.agree()
         # The slot is this rank's until its call two calls on, and peers write to it in calls of their own alone.
@@ -77,7 +77,7 @@ def matmul_reduce_scatter(
     n = b.shape[1]
     rows = tokens // world_size
     out = a.new_empty((rows, n))
-    with stepped_call(buffer, rows, (Operation.MATMUL_REDUCE_SCATTER, n, k), method, [out]) as steps:
+    with stepped_call(buffer, rows, (HeaderOperation.MATMUL_REDUCE_SCATTER, n, k), method, [out]) as steps:
         collectives = buffer.group.backend.collectives
         if world_size == 1 or collectives is None:
             multiply_into(out, a, b, bias)

@@ -56,7 +56,7 @@ from ..comm.device import (
     wait_flags,
     wait_headers,
 )
-from ..comm.signals import Operation, operation_code
+from ..comm.signals import HeaderOperation, operation_code
 from ..comm.user_buffers import UserBuffer
 from .config import TileConfig, tile_config
 from .launching import launch_kernel
@@ -310,7 +310,7 @@ def launch(
             rows=rows,
             slot_rows=slot_rows,
             delay=DELAY_PER_PROGRAM * group.backend.num_programs,
-            operation=operation_code(Operation.MATMUL_REDUCE_SCATTER, a.dtype, tile=tile),
+            operation=operation_code(HeaderOperation.MATMUL_REDUCE_SCATTER, a.dtype, tile=tile),
             timeline_ptr=task_rows(buffer, "matmul_reduce_scatter", tasks),
             **gemm_arguments(config, stored_b, out, rows, descriptors),
         )

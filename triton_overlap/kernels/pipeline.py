@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import torch
 
-from ..comm.signals import Operation
+from ..comm.signals import HeaderOperation
 from ..comm.user_buffers import UserBuffer
 from .methods import Method, part_of_pieces
 from .operands import contiguous_rows
@@ -61,7 +61,7 @@ def matmul_reduce_scatter(
     n = b.shape[1]
     rows = tokens // world_size
     out = torch.empty(rows, n, dtype=a.dtype, device=a.device)
-    with stepped_call(buffer, rows, (Operation.MATMUL_REDUCE_SCATTER, n, k), method, [out]) as steps:
+    with stepped_call(buffer, rows, (HeaderOperation.MATMUL_REDUCE_SCATTER, n, k), method, [out]) as steps:
         if world_size == 1:
             multiply_into(out, a, b, bias)
             return out

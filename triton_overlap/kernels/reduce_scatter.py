@@ -29,7 +29,7 @@ from ..comm.device import (
     wait_flags,
     wait_headers,
 )
-from ..comm.signals import Operation, operation_code
+from ..comm.signals import HeaderOperation, operation_code
 from ..comm.user_buffers import UserBuffer
 from .config import TileConfig, rows_per_piece, tile_config
 from .launching import launch_kernel
@@ -132,7 +132,7 @@ def launch(
             rows=rows,
             slot_rows=slot_rows,
             rows_per_flag=rows_per_piece(config.BLOCK_M, k * x.element_size()),
-            operation=operation_code(Operation.REDUCE_SCATTER, x.dtype),
+            operation=operation_code(HeaderOperation.REDUCE_SCATTER, x.dtype),
             K=k,
             ALIGNED=k * x.element_size() % 16 == 0,
             COPY_BLOCK=config.COPY_BLOCK,

@@ -33,7 +33,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..comm.signals import Operation
+from ..comm.signals import HeaderOperation
 from ..comm.user_buffers import UserBuffer
 from .methods import Method, chunk_groups
 from .operands import contiguous_rows
@@ -65,7 +65,7 @@ def all_gather_matmul(
     tokens = rows * world_size
     outs = [x.new_empty((tokens, n)) for n in (*(b.shape[1] for b in bs), *([k] if gather else []))]
     aggregate = bool(method.aggregate) and world_size > 1
-    opening = (Operation.ALL_GATHER_MATMUL, bs[0].shape[1], k)
+    opening = (HeaderOperation.ALL_GATHER_MATMUL, bs[0].shape[1], k)
     with stepped_call(buffer, rows, opening, method, outs) as steps:
         gathered = buffer.gathered(tokens)
         # All transfers before all waits: where streams share a hardware queue, one behind a wait would never start.
@@ -116,7 +116,7 @@ def matmul_reduce_scatter(
     n = b.shape[1]
     rows = tokens // world_size
     out = torch.empty(rows, n, dtype=a.dtype, device=a.device)
-    opening = (Operation.MATMUL_REDUCE_SCATTER, n, k)
+    opening = (HeaderOperation.MATMUL_REDUCE_SCATTER, n, k)
     with stepped_call(buffer, rows, opening, method, [out]) as steps:
         if world_size == 1:
             multiply_into(out, a, b, bias)

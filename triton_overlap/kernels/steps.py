@@ -63,7 +63,7 @@ from ..comm.device import (
     wait_header,
     wait_headers,
 )
-from ..comm.signals import Operation, operation_code
+from ..comm.signals import HeaderOperation, operation_code
 from ..comm.user_buffers import Call, UserBuffer
 from .config import COPY_ENGINE_ROWS, PIECE_BYTES
 from .launching import launch_kernel
@@ -443,7 +443,7 @@ class Steps:
 def stepped_call(
     buffer: UserBuffer,
     rows: int,
-    opening: tuple[Operation, int, int],
+    opening: tuple[HeaderOperation, int, int],
     method: Method,
     outs: Sequence[torch.Tensor],
 ) -> Iterator[Steps]:

@@ -25,7 +25,7 @@ _LONGEST_MS = 86_400_000
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One product at one token count.
 
     Attributes:
@@ -83,7 +83,7 @@ class Table:
 
     device: str
     world_size: int
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     about: Mapping[str, Any] = field(default_factory=dict)
     source: str = field(default="memory", compare=False)
 
@@ -127,7 +127,7 @@ class Table:
         rows = []
         for number, row in enumerate(data["rows"]):
             try:
-                rows.append(Row(**row))
+                rows.append(TableRow(**row))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{source}: row {number}: {error}") from error
         try:

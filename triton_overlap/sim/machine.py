@@ -19,7 +19,7 @@ from triton_overlap.sim.memory import AddressSpace, Region, WeakMemory, aligned_
 from triton_overlap.sim.network import Flight, NetworkInterface
 from triton_overlap.sim.scheduler import Poll, Scheduler, Task, Wait, program_fiber
 from triton_overlap.sim.settings import Settings
-from triton_overlap.sim.streams import Event, Operation, RecordEvent, Stream, WaitEvent
+from triton_overlap.sim.streams import Event, RecordEvent, Stream, StreamOperation, WaitEvent
 from triton_overlap.sim.tasks import CopyOrder, HostTask, Launch, LogEntry, Program, Transfer
 
 #: Alignment of what the machine allocates, in bytes.
@@ -240,7 +240,7 @@ class Machine:
         host = self.host()
         return host.current_stream[-1] if host.current_stream else host.streams[0]
 
-    def submit(self, stream: Stream, operation: Operation) -> None:
+    def submit(self, stream: Stream, operation: StreamOperation) -> None:
         """Append to a stream. The default stream finishes it before the host goes on."""
         if stream.error is not None:
             raise stream.error

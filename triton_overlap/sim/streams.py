@@ -12,7 +12,7 @@ from triton_overlap.sim.happens_before import Clock
 from triton_overlap.sim.scheduler import Task, Wait
 
 
-class Operation(Protocol):
+class StreamOperation(Protocol):
     """What a stream does in one or several turns."""
 
     def start(self, stream: Stream) -> None:
@@ -59,7 +59,7 @@ class Stream(Task):
         self.clock = Clock()
         self.error: BaseException | None = None
         self._happened = happened
-        self._queue: deque[Operation] = deque()
+        self._queue: deque[StreamOperation] = deque()
         self._started = False
         self._idle = Wait(self._can_go_on, "")
         self.wait = self._idle
@@ -72,7 +72,7 @@ class Stream(Task):
     def _can_go_on(self) -> bool:
         return bool(self._queue) and (not self._started or self._queue[0].can_go_on())
 
-    def add(self, operation: Operation) -> None:
+    def add(self, operation: StreamOperation) -> None:
         """Append an operation."""
         self._queue.append(operation)
         self._happened()
