@@ -34,6 +34,14 @@ def _builds(group: to.Group) -> dict[str, Build]:
         "mlp": build(to.nn.LayerNormMLP, ffn_hidden_size=4 * world_size, **block),
         "attention": build(to.nn.MultiheadAttention, **heads, **block),
         "layer": build(to.nn.TransformerLayer, ffn_hidden_size=4 * world_size, **heads, **block),
+        "moe": build(
+            to.nn.MoE,
+            hidden_size=16,
+            ffn_hidden_size=8,
+            num_experts=2 * world_size,
+            top_k=2,
+            num_max_tokens_per_rank=4,
+        ),
     }
 
 
@@ -67,6 +75,13 @@ _TYPES: list[tuple[str, dict[str, Any], str]] = [
     ("layer", {"ub_tp_comm_overlap": "no"}, "ub_tp_comm_overlap must be True or False"),
     ("layer", {"ub_overlap_ag": "no"}, "TransformerLayer: ub_overlap_ag must be True or False"),
     ("layer", {"num_gqa_groups": 2.0}, "num_gqa_groups must be an int"),
+    *(("moe", {name: 2.0}, f"MoE: {name} must be an int") for name in ("top_k", "num_experts", "ffn_hidden_size")),
+    ("moe", {"shared_ffn_hidden_size": None}, "shared_ffn_hidden_size must be an int"),
+    ("moe", {"cpu_sync": "no"}, "cpu_sync must be True or False"),
+    ("moe", {"router": {}}, "router must be a RouterSettings or None, got {}"),
+    ("moe", {"buffer": "x"}, "buffer must be an ExpertBuffer or None, got str"),
+    ("moe", {"params_dtype": "float32"}, "must be a torch.dtype"),
+    ("moe", {"device": 1.5}, "device must be the group's"),
 ]
 #: The same of ValueErrors.
 _VALUES: list[tuple[str, dict[str, Any], str]] = [
@@ -79,6 +94,8 @@ _VALUES: list[tuple[str, dict[str, Any], str]] = [
     ("attention", {"kv_channels": 0}, "kv_channels must be at least 1"),
     ("attention", {"softmax_scale": float("inf")}, "softmax_scale must be finite"),
     ("layer", {"activation": "tanh"}, "TransformerLayer: activation must be one of"),
+    ("moe", {"hidden_size": 0}, "MoE: hidden_size must be at least 1"),
+    ("moe", {"device": "nowhere"}, "device must be the group's"),
 ]
 #: Module, and what rank 0 alone changes.
 _DIFFERENT: list[tuple[str, dict[str, Any]]] = [
@@ -96,6 +113,11 @@ _DIFFERENT: list[tuple[str, dict[str, Any]]] = [
     ("mlp", {"activation": "relu"}),
     ("attention", {"attn_mask_type": "no_mask"}),
     ("attention", {"softmax_scale": 0.5}),
+    ("moe", {"ffn_hidden_size": 16}),
+    ("moe", {"router": to.nn.RouterSettings(balance_coefficient=0.5)}),
+    ("moe", {"shared_ffn_hidden_size": 8}),
+    ("moe", {"cpu_sync": False}),
+    ("moe", {"device": "meta"}),
     ("layer", {"ub_overlap_rs": True, "ub_tp_comm_overlap": True, "sequence_parallel": True}),
 ]
 

@@ -324,7 +324,25 @@ def settings(group: to.Group, case: Case) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             replace(case, **change).layer(group, torch.bfloat16)
-    with pytest.raises(ValueError, match="score_function must be"):
-        to.nn.RouterSettings(score_function="tanh")
-    with pytest.raises(ValueError, match="must not be negative, got -1"):
-        to.nn.RouterSettings(balance_coefficient=-1)
+    router = to.nn.RouterSettings
+    for kind, message, wrong in (
+        (ValueError, "score_function must be", {"score_function": "tanh"}),
+        (TypeError, "normalize must be True or False", {"normalize": "no"}),
+        (ValueError, "scale must be finite and positive, got nan", {"scale": float("nan")}),
+        (TypeError, "balance_coefficient must be a number", {"balance_coefficient": None}),
+        (ValueError, "balance_coefficient must be finite and not negative, got -1", {"balance_coefficient": -1}),
+    ):
+        with pytest.raises(kind, match=message):
+            router(**wrong)  # type: ignore[arg-type]
+    layer = case.layer(group, torch.float32)
+    x = torch.randn(2, case.hidden, device=group.device)
+    out = layer(x)
+    for kind, message, given in (
+        (TypeError, "the input must be a torch.Tensor", None),
+        (ValueError, rf"the input must be \[.., {case.hidden}\]", x[:, 1:]),
+        (ValueError, "at least 2 dimensions", x[0]),
+        (ValueError, "the input is torch.float64, the parameters are torch.float32", x.double()),
+    ):
+        with pytest.raises(kind, match=message):
+            layer(given)
+    assert_equal("after refused inputs", layer(x), out)

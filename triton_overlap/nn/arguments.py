@@ -18,6 +18,7 @@ __all__ = [
     "check_choice",
     "check_group",
     "check_input",
+    "check_input_of",
     "check_module",
     "check_number",
     "check_parameters_dtype",
@@ -62,6 +63,18 @@ def check_input(kind: str, name: str, x: object) -> None:
     """TypeError unless the argument ``name`` is a tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{kind}: {name} must be a torch.Tensor, got {type(x).__name__}")
+
+
+def check_input_of(kind: str, x: object, features: int, weight: Tensor) -> None:
+    """TypeError or ValueError unless ``x`` is a tensor [.., features] that can be multiplied by ``weight`` here."""
+    check_input(kind, "the input", x)
+    assert isinstance(x, Tensor)
+    if x.dim() < 1 or x.shape[-1] != features:
+        raise ValueError(f"{kind}: the input must be [.., {features}], got {list(x.shape)}")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"{kind}: the input is {x.dtype}, the parameters are {weight.dtype}; cast one of them")
+    if x.device != weight.device:
+        raise ValueError(f"{kind}: the input is on {x.device}, the parameters are on {weight.device}; move one of them")
 
 
 def check_size(kind: str, name: str, value: object, least: int = 1) -> None:

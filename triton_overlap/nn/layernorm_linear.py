@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.group import Group
-from .arguments import check_choice, check_number
+from .arguments import check_choice, check_input_of, check_number
 from .linear import Linear
 from .norms import NORMALIZATIONS, normalize
 
@@ -42,6 +42,7 @@ class LayerNormLinear(Linear):
         settings: the other keyword arguments of :class:`Linear`.
 
     Raises:
+        TypeError: as ``Linear``.
         ValueError: as ``Linear``, an unknown normalisation, or row mode.
     """
 
@@ -109,7 +110,7 @@ class LayerNormLinear(Linear):
 
     def forward(self, x: Tensor, *, active_tokens: Tensor | None = None) -> Tensor:
         """``x`` -> the linear layer of its norm; ``active_tokens`` as in :class:`Linear`."""
-        self._check_whole(x)
+        check_input_of(type(self).__name__, x, self.in_features, self.weight)
         if active_tokens is not None:
             self._check_counted(x)
         normalized = normalize(

@@ -51,7 +51,8 @@ class LayerNormMLP(nn.Module):
             ``ub_name`` is ``"fc1"`` and ``"fc2"``.
 
     Raises:
-        ValueError: a setting does not fit; the message says what would.
+        TypeError: a setting is of another type. On every rank, as the others.
+        ValueError: a setting does not fit, or the ranks' differ; the message says what would.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ from ..comm.communicators import communicators_of
 from ..comm.gemm_configs import STEPS
 from ..comm.group import Group
 from ..ops import matmul
-from .arguments import agree, check_group, check_size, check_switches
+from .arguments import agree, check_group, check_input_of, check_size, check_switches
 from .overlap import PARALLEL_MODES, Overlap, gemm_methods
 from .parallel_linear import ParallelLinear
 
@@ -124,7 +124,8 @@ class ColumnParallelLinear(_LinearReplacement):
             ``torch.autocast`` where it will run under it, so that the buffer is registered in the autocast dtype.
 
     Raises:
-        ValueError: a setting does not fit; the message says what would.
+        TypeError: a setting is of another type. On every rank, as the others.
+        ValueError: a setting does not fit, or the ranks' differ; the message says what would.
     """
 
     _split_dim = 0
@@ -165,7 +166,8 @@ class RowParallelLinear(_LinearReplacement):
             ``torch.autocast`` where it will run under it, so that the buffer is registered in the autocast dtype.
 
     Raises:
-        ValueError: a setting does not fit; the message says what would.
+        TypeError: a setting is of another type. On every rank, as the others.
+        ValueError: a setting does not fit, or the ranks' differ; the message says what would.
     """
 
     _split_dim = 1
@@ -218,7 +220,8 @@ class Linear(ParallelLinear):
     ``ub_name`` or ``initialize_ub``, and where no flag is set, the methods are the library's choice.
 
     Raises:
-        ValueError: a setting does not fit, an overlap flag has no meaning for the ``parallel_mode`` or lacks
+        TypeError: a setting is of another type. On every rank, as the others.
+        ValueError: a setting does not fit, or the ranks' differ; an overlap flag has no meaning for the ``parallel_mode`` or lacks
             ``sequence_parallel``, or the registered buffer or its configuration does not suit the layer; the message
             says what would do.
     """
@@ -332,7 +335,7 @@ class Linear(ParallelLinear):
             return self._column_forward(x, active_tokens)
         if self._split_dim == 1:
             return self._row_forward(x, active_tokens)
-        self._check_whole(x)
+        check_input_of(type(self).__name__, x, self.in_features, self.weight)
         if active_tokens is None:
             return F.linear(x, self.weight, self.bias)
         self._check_counted(x)

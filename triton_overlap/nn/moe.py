@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import copy
 import math
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -34,13 +33,25 @@ from ..comm.group import Group
 from ..expert_buffer import ExpertBuffer
 from ..ops import activation, all_gather, ep_combine, ep_dispatch, gated_activation, grouped_matmul
 from ..ops.autocast import without_autocast
-from .arguments import check_group, check_input
+from .arguments import (
+    agree,
+    check_choice,
+    check_group,
+    check_input_of,
+    check_number,
+    check_parameters_dtype,
+    check_size,
+    check_switches,
+    device_of,
+)
 from .initialization import common_generator
+from .settings import multiplied_dtype
 
 __all__ = ["MoE", "RouterSettings"]
 
 _Marked = TypeVar("_Marked", bound="_MarkedModule")
-_buffers: weakref.WeakKeyDictionary[Group, dict[tuple[Any, ...], ExpertBuffer]] = weakref.WeakKeyDictionary()
+#: Key of the expert buffers in what a group keeps.
+_KEPT = "nn.MoE"
 
 
 @dataclass(frozen=True)
@@ -66,15 +77,11 @@ class RouterSettings:
     balance_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.score_function not in ("softmax", "sigmoid"):
-            raise ValueError(
-                f'RouterSettings: score_function must be "softmax" or "sigmoid", got {self.score_function!r}'
-            )
-        if self.balance_coefficient < 0:
-            raise ValueError(
-                f"RouterSettings: balance_coefficient must not be negative, got {self.balance_coefficient}; "
-                "0 is no loss"
-            )
+        kind = type(self).__name__
+        check_choice(kind, "score_function", self.score_function, ("softmax", "sigmoid"))
+        check_switches(kind, normalize=self.normalize)
+        check_number(kind, "scale", self.scale, positive=True)
+        check_number(kind, "balance_coefficient", self.balance_coefficient)
 
 
 class _MarkedModule(nn.Module):
@@ -255,7 +262,8 @@ class MoE(nn.Module):
         device: the group's device, or ``"meta"`` to fill the parameters later.
 
     Raises:
-        ValueError: a setting does not fit; the message says what would.
+        TypeError: a setting is of another type. On every rank, as the others.
+        ValueError: a setting does not fit, or the ranks' differ; the message says what would.
     """
 
     def __init__(
@@ -276,42 +284,80 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        check_group(type(self).__name__, group)
+        kind = type(self).__name__
+        check_group(kind, group)
         dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
-        device = group.device if device is None else torch.device(device)
+        chosen = RouterSettings() if router is None else router
         self.group = group
         self.hidden_size = hidden_size
         self.cpu_sync = cpu_sync
         self._sizes = (num_max_tokens_per_rank, hidden_size, top_k, num_experts)
         self.balance_loss: Tensor | None = None
-        self._check_settings(ffn_hidden_size, shared_ffn_hidden_size, activation, device)
-        # Registered here, in the order in which all ranks build their model, and not at the first forward, which may
-        # already be inside a graph capture. It also checks the sizes.
-        autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
         self._given_buffer = buffer
         self._buffers_by_dtype: dict[torch.dtype, ExpertBuffer] = {}
-        self._expert_buffer(torch.get_autocast_dtype(device.type) if autocast else dtype)
 
-        factory = {"device": device, "dtype": dtype}
-        self.router = _Router(hidden_size, num_experts, top_k, router or RouterSettings(), group, **factory)
+        def judge() -> dict[str, Any]:
+            sizes = {
+                "num_max_tokens_per_rank": num_max_tokens_per_rank,
+                "hidden_size": hidden_size,
+                "top_k": top_k,
+                "num_experts": num_experts,
+                "ffn_hidden_size": ffn_hidden_size,
+            }
+            for name, size in sizes.items():
+                check_size(kind, name, size)
+            check_size(kind, "shared_ffn_hidden_size", shared_ffn_hidden_size, 0)
+            check_activation(kind, activation)
+            check_switches(kind, cpu_sync=cpu_sync)
+            if not isinstance(chosen, RouterSettings):
+                raise TypeError(f"{kind}: router must be a RouterSettings or None, got {chosen!r}")
+            check_parameters_dtype(kind, dtype)
+            where = device_of(kind, device, group)
+            multiplied = multiplied_dtype(dtype, where)
+            if buffer is not None:
+                self._check_given(kind, buffer, multiplied)
+            return {
+                **sizes,
+                "shared_ffn_hidden_size": shared_ffn_hidden_size,
+                "activation": activation,
+                "cpu_sync": cpu_sync,
+                "router": chosen,
+                "dtype": dtype,
+                "multiplied in": multiplied,
+                "on the meta device": where.type == "meta",
+                "a buffer is given": buffer is not None,
+            }
+
+        agree(kind, group, judge)
+        where = device_of(kind, device, group)
+        # Registered here, in the order in which all ranks build their model, and not at the first forward, which may
+        # already be inside a graph capture. It also checks how the sizes fit each other.
+        self._expert_buffer(multiplied_dtype(dtype, where))
+
+        factory = {"device": where, "dtype": dtype}
+        self.router = _Router(hidden_size, num_experts, top_k, chosen, group, **factory)
         self.experts = _Experts(hidden_size, ffn_hidden_size, num_experts // group.world_size, activation, **factory)
         self.shared = (
             _SharedExpert(hidden_size, shared_ffn_hidden_size, activation, **factory)
             if shared_ffn_hidden_size
             else None
         )
-        if device.type != "meta":
+        if where.type != "meta":
             self.reset_parameters()
 
-    def _check_settings(self, ffn: int, shared_ffn: int, name: str, device: torch.device) -> None:
-        check_activation(type(self).__name__, name)
-        if ffn < 1 or shared_ffn < 0:
+    def _check_given(self, kind: str, buffer: object, dtype: torch.dtype) -> None:
+        """TypeError or ValueError unless ``buffer`` is one of the layer's group and sizes, for rows of ``dtype``."""
+        if not isinstance(buffer, ExpertBuffer):
+            raise TypeError(f"{kind}: buffer must be an ExpertBuffer or None, got {type(buffer).__name__}")
+        if buffer.closed or buffer.group is not self.group:
+            state = "closed" if buffer.closed else f"of {buffer.group}"
+            raise ValueError(f"{kind}: the buffer must be an open one of {self.group}, got one that is {state}")
+        found = (buffer.capacity_shape[0], buffer.hidden, buffer.num_topk, buffer.num_experts)
+        if found != self._sizes or buffer.dtype != dtype:
             raise ValueError(
-                f"MoE: ffn_hidden_size must be at least 1 and shared_ffn_hidden_size at least 0, got {ffn} and "
-                f"{shared_ffn}"
+                f"{kind}: the buffer must have num_max_tokens_per_rank, hidden, num_topk and num_experts "
+                f"{self._sizes} and {dtype}, got {found} and {buffer.dtype}"
             )
-        if device.type != "meta" and device != self.group.device:
-            raise ValueError(f"MoE: device must be the group's, {self.group.device}, or meta, got {device}")
 
     def _expert_buffer(self, dtype: torch.dtype) -> ExpertBuffer:
         """The buffer for rows of ``dtype``; collective the first time."""
@@ -323,17 +369,11 @@ class MoE(nn.Module):
     def _find_buffer(self, dtype: torch.dtype) -> ExpertBuffer:
         """The one that was given, or one that all layers of these sizes share: what a call received is copied out
         before the next one begins."""
+        if self._given_buffer is not None:
+            self._check_given(type(self).__name__, self._given_buffer, dtype)
+            return self._given_buffer
         tokens, hidden, top_k, experts = self._sizes
-        given = self._given_buffer
-        if given is not None:
-            found = (given.capacity_shape[0], given.hidden, given.num_topk, given.num_experts)
-            if found != self._sizes or given.dtype != dtype:
-                raise ValueError(
-                    "MoE: the buffer must have num_max_tokens_per_rank, hidden, num_topk and num_experts "
-                    f"{self._sizes} and {dtype}, got {found} and {given.dtype}"
-                )
-            return given
-        known = _buffers.setdefault(self.group, {})
+        known: dict[tuple[Any, ...], ExpertBuffer] = self.group.kept.setdefault(_KEPT, {})
         key = (*self._sizes, dtype)
         if key not in known or known[key].closed:
             known[key] = ExpertBuffer(
@@ -358,11 +398,14 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [.., hidden], this rank's tokens -> the same shape."""
-        check_input(type(self).__name__, "the input", x)
+        weight = self.router.weight
+        check_input_of(type(self).__name__, x, self.hidden_size, weight)
+        if x.dim() < 2:
+            raise ValueError(
+                f"{type(self).__name__}: the input must have at least 2 dimensions, tokens first, got {list(x.shape)}"
+            )
         rows = x if x.dim() == 2 else x.flatten(0, -2)
-        device = x.device.type
-        autocast = torch.is_autocast_enabled(device)
-        buffer = self._expert_buffer(torch.get_autocast_dtype(device) if autocast else self.experts.fc1_weight.dtype)
+        buffer = self._expert_buffer(multiplied_dtype(weight.dtype, x.device))
         rows = rows.to(buffer.dtype)
         topk_idx, topk_weights, self.balance_loss = self.router(rows)
         recv_x, _, weights, handle = ep_dispatch(

@@ -65,7 +65,8 @@ class MultiheadAttention(nn.Module):
             :class:`Linear`; each goes to the layers it is meant for, whose ``ub_name`` is ``"qkv"`` and ``"proj"``.
 
     Raises:
-        ValueError: a setting does not fit; the message says what would.
+        TypeError: a setting is of another type. On every rank, as the others.
+        ValueError: a setting does not fit, or the ranks' differ; the message says what would.
         NotImplementedError: dropout.
     """
 

@@ -25,6 +25,7 @@ from .arguments import (
 )
 from .initialization import common_generator
 from .overlap import LIBRARY_CHOICE
+from .settings import multiplied_dtype
 from .sharding import take_shard
 
 __all__ = ["ParallelLinear"]
@@ -83,7 +84,7 @@ class ParallelLinear(nn.Module):
         # Registered here, in the order in which all ranks build their model. Few layers have calls with active_tokens
         # and calls without, so the buffer of the other kind is registered at the first of them.
         if self._split_dim is not None:
-            self._user_buffer(_multiplied(dtype, where), device_count)
+            self._user_buffer(multiplied_dtype(dtype, where), device_count)
         if where.type != "meta":
             self.reset_parameters()
 
@@ -106,7 +107,7 @@ class ParallelLinear(nn.Module):
             check_capacity(kind, self.group.world_size, self.max_tokens, self._hidden(), dtype)
         if device_count:
             self._check_device_count()
-        multiplied = _multiplied(dtype, where)
+        multiplied = multiplied_dtype(dtype, where)
         if self.communicator is not None and not device_count:
             self._fitting(self.communicator, multiplied)
         return {
@@ -255,21 +256,6 @@ class ParallelLinear(nn.Module):
             )
         return communicator
 
-    def _check_whole(self, x: Tensor) -> None:
-        """ValueError unless ``x`` [.., in_features] can be multiplied here, on every rank by itself."""
-        kind = type(self).__name__
-        check_input(kind, "the input", x)
-        if x.dim() < 1 or x.shape[-1] != self.in_features:
-            raise ValueError(f"{kind}: the input must be [.., {self.in_features}], got {list(x.shape)}")
-        if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(
-                f"{kind}: the input is {x.dtype}, the parameters are {self.weight.dtype}; cast one of them"
-            )
-        if x.device != self.weight.device:
-            raise ValueError(
-                f"{kind}: the input is on {x.device}, the parameters are on {self.weight.device}; move one of them"
-            )
-
     def _operands(self, x: Tensor, active_tokens: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
         """``x`` as [rows, features], and the keyword arguments that all operations share."""
         check_input(type(self).__name__, "the input", x)
@@ -278,9 +264,7 @@ class ParallelLinear(nn.Module):
                 f"{type(self).__name__}: the input must have at least 2 dimensions, tokens first, got {list(x.shape)}"
             )
         main_grad = getattr(self.weight, "main_grad", None)
-        device_type = x.device.type
-        autocast = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if autocast else self.weight.dtype
+        dtype = multiplied_dtype(self.weight.dtype, x.device)
         shared = {
             "buffer": self._user_buffer(dtype, device_count=active_tokens is not None),
             "bias": self.bias,
@@ -333,12 +317,6 @@ class ParallelLinear(nn.Module):
             out = matmul_reduce_scatter(rows, weight, **shared)
             return _unflatten(out, x, x.shape[0] // self.group.world_size)
         return _unflatten(matmul_all_reduce(rows, weight, **shared), x, x.shape[0])
-
-
-def _multiplied(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What parameters of ``dtype`` are multiplied in: under autocast, that one's."""
-    autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
-    return torch.get_autocast_dtype(device.type) if autocast else dtype
 
 
 def _unflatten(out: Tensor, x: Tensor, first: int) -> Tensor:

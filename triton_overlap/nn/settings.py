@@ -10,7 +10,7 @@ import torch
 from .arguments import check_switches
 from .overlap import FLAGS
 
-__all__ = ["LayerSettings", "check_settings", "settings_of", "shared_by_ranks"]
+__all__ = ["LayerSettings", "check_settings", "multiplied_dtype", "settings_of", "shared_by_ranks"]
 
 
 class LayerSettings(TypedDict, total=False):
@@ -54,3 +54,9 @@ def check_settings(kind: str, settings: Mapping[str, Any]) -> None:
         raise TypeError(f"{kind}: unexpected keyword arguments {', '.join(unknown)}; what layers share is {known}")
     flags = sorted({flag for flags in FLAGS.values() for flag in flags})
     check_switches(kind, **{flag: settings[flag] for flag in flags if flag in settings})
+
+
+def multiplied_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What parameters of ``dtype`` on ``device`` are multiplied in: under autocast, that one's."""
+    autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if autocast else dtype

@@ -60,7 +60,8 @@ class TransformerLayer(nn.Module):
             without it they count for nothing.
 
     Raises:
-        ValueError: a setting does not fit; the message says what would.
+        TypeError: a setting is of another type. On every rank, as the others.
+        ValueError: a setting does not fit, or the ranks' differ; the message says what would.
         NotImplementedError: dropout.
     """
 
