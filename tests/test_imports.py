@@ -51,7 +51,7 @@ LATE = {
     ("comm.backends.sim", "sim"): "the backend is made by the simulator and names its types",
 }
 #: Modules of plain Python: usable and testable where neither Triton nor torch is installed.
-PLAIN = {"errors", "comm.gemm_configs", "comm.layout", "kernels.ep_geometry", "kernels.ep_layout"}
+PLAIN = {"errors", "comm.gemm_configs", "comm.layout", "comm.method_names", "kernels.ep_geometry", "kernels.ep_layout"}
 #: Planning that names torch's dtypes and needs no Triton.
 WITHOUT_TRITON = PLAIN | {"kernels.config", "kernels.methods", "kernels.tables", "kernels.choose"}
 #: Operations whose result in a loop's condition or body makes the loop a spin.

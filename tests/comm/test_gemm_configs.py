@@ -95,7 +95,7 @@ def test_numbers_have_a_least_value(key: str) -> None:
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("value", (None, "4", 1.0, [True]), ids=repr)
 def test_values_of_another_type(key: str, value: Any) -> None:
-    expected = "a str|one of bulk" if key == "method" else "a whole number|True or False"
+    expected = "a str|one of fused" if key == "method" else "a whole number|True or False"
     with pytest.raises((TypeError, ValueError), match=rf"ub_cfgs\['proj_fprop'\]\['{key}'\] must be ({expected})"):
         gemm_configs({"proj_fprop": {key: value}})
 
@@ -112,7 +112,7 @@ def test_numbers_are_no_switches_and_switches_no_numbers(key: str) -> None:
     [
         ({"qkv": {}}, ValueError, "unknown GEMM 'qkv'; known: qkv_fprop, qkv_dgrad"),
         ({"qkv_fprop": {"sm": 4}}, ValueError, "unknown key 'sm'; known: method, num_sm"),
-        ({"qkv_fprop": {"method": "ring"}}, ValueError, "one of bulk, pipeline, ring_exchange, .*got 'ring'"),
+        ({"qkv_fprop": {"method": "ring"}}, ValueError, "one of fused, ring_exchange, pipeline, bulk, .*got 'ring'"),
         ({"qkv_fprop": "bulk"}, TypeError, "must be a mapping of keys to values, got 'bulk'"),
         ("bulk", TypeError, "must be None or a mapping, got 'bulk'"),
         ([{}, {}], TypeError, "must be None or a mapping"),

@@ -49,8 +49,8 @@ def test_methods_that_are_no_text() -> None:
     for make, words in (
         (lambda: GemmMethods("fused", dgrad=wrong), "GemmMethods: dgrad must be a str or None, got 3; give the name"),
         (lambda: GemmMethods("fused", wgrad=wrong), "GemmMethods: wgrad must be a str or None, got 3"),
-        (lambda: GemmMethods(wrong), "GemmMethods: fprop must be a str, got 3; .*known methods: auto, fused"),
-        (lambda: Method(wrong), "a method's name must be a str, got 3; known methods: 'auto'"),
+        (lambda: GemmMethods(wrong), "GemmMethods: fprop must be a str, got 3; .*known methods: fused, ring_exchange"),
+        (lambda: Method(wrong), "a method's name must be a str, got 3; known methods: 'fused'"),
         (lambda: Method.parse(wrong), "a method must be text, got 3; give a name"),
     ):
         with pytest.raises(TypeError, match=words):

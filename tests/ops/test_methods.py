@@ -9,7 +9,7 @@ import triton_overlap as to
 from tests.ops import method_bodies
 from tests.ops.cases import DTYPES, SMALL_CPU, Sizes, in_simulator, on_ranks
 from triton_overlap.kernels import steps
-from triton_overlap.kernels.methods import OPTIONS, Method, chunk_groups, gather_method, part_of_pieces, reduce_method
+from triton_overlap.kernels.methods import Method, chunk_groups, gather_method, part_of_pieces, reduce_method
 
 GATHER = [
     "ring_exchange",
@@ -149,7 +149,11 @@ def test_a_missing_rank_leaves_nan(method: str) -> None:
 
 
 def test_every_method_reads_back() -> None:
-    for method in (*map(Method, OPTIONS), Method("ring_exchange", True, False, 3), Method("pipeline", num_splits=7)):
+    for method in (
+        *map(Method, Method.NAMES),
+        Method("ring_exchange", True, False, 3),
+        Method("pipeline", num_splits=7),
+    ):
         assert Method.parse(str(method)) == method
     assert to.Method is Method
     assert gather_method("pipeline(num_splits=2,num_sm=3)") == "ring_exchange(num_sm=3)"

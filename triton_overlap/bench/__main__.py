@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+import triton_overlap as to
 from triton_overlap.bench import counts, ep, ep_puts, host, layer, reports, tasks, tp, train
 from triton_overlap.bench.problems import MODELS, layer_problems, model_problems, random_problems
 from triton_overlap.bench.ranks import ranks
@@ -23,7 +24,7 @@ from triton_overlap.problems import Problem
 from triton_overlap.sim import NetworkCost
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-METHODS = ["fused", "ring_exchange", "pipeline", "nccl", "auto", "bulk"]
+METHODS = list(to.Method.NAMES)
 #: What is measured where nothing is said, and in a smoke run, by command.
 FULL: dict[str, dict[str, Any]] = {
     "tp": {

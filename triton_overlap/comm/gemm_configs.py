@@ -28,21 +28,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .method_names import BESIDE_METHODS, GATHER_METHODS, OPTIONS, REDUCE_METHODS
+
 #: What each layer multiplies: y = x w^T, dx = dy w, dw = dy^T x.
 STEPS = ("fprop", "dgrad", "wgrad")
-_GATHER = ("ring_exchange", "fused", "nccl", "auto")
-_REDUCE = ("pipeline", "ring_exchange", "fused", "nccl", "auto")
-#: For each GEMM the methods that apply to it, its default first. A method that is new to all of a kind enters above.
+# The defaults first.
+_GATHER = tuple(dict.fromkeys(("ring_exchange", *GATHER_METHODS)))
+_REDUCE = tuple(dict.fromkeys(("pipeline", *REDUCE_METHODS)))
+#: For each GEMM the methods that apply to it, its default first.
 APPLICABLE: dict[str, tuple[str, ...]] = {
     "qkv_fprop": _GATHER,
-    "qkv_dgrad": ("bulk", *_REDUCE),
-    "qkv_wgrad": ("bulk",),
+    "qkv_dgrad": (*BESIDE_METHODS, *_REDUCE),
+    "qkv_wgrad": BESIDE_METHODS,
     "proj_fprop": _REDUCE,
     "proj_dgrad": _GATHER,
     "proj_wgrad": (),
     "fc1_fprop": _GATHER,
-    "fc1_dgrad": ("bulk", *_REDUCE),
-    "fc1_wgrad": ("bulk",),
+    "fc1_dgrad": (*BESIDE_METHODS, *_REDUCE),
+    "fc1_wgrad": BESIDE_METHODS,
     "fc2_fprop": _REDUCE,
     "fc2_dgrad": _GATHER,
     "fc2_wgrad": (),
@@ -50,7 +53,7 @@ APPLICABLE: dict[str, tuple[str, ...]] = {
 #: The GEMMs of a transformer layer that have a communicator, by TransformerEngine's names.
 GEMM_NAMES = tuple(APPLICABLE)
 
-_METHODS = ("bulk", "pipeline", "ring_exchange", "external", "fused", "nccl", "auto")
+_METHODS = (*OPTIONS, "external")
 #: Keys with a whole number, and the least it may be.
 _NUMBERS: dict[str, int | None] = {
     "num_sm": 1,

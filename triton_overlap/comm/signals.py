@@ -16,6 +16,7 @@ from ..errors import (
     RoutingError,
 )
 from .layout import RECORD_WORDS, Failure, Place
+from .method_names import OPTIONS
 
 
 class HeaderOperation(IntEnum):
@@ -44,15 +45,11 @@ class EpForm(IntFlag):
 #: The order is what peers are sent.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 #: How an operation may be done, as far as ranks must agree on it: who sends also decides which flags there are.
-METHODS = (
-    "fused",
-    "fused by copy engine",
-    "ring_exchange",
-    "ring_exchange by copy engine",
-    "pipeline",
-    "bulk",
-    "bulk by copy engine",
-    "nccl",
+METHODS = tuple(
+    f"{name}{sender}"
+    for name, options in OPTIONS.items()
+    if name != "auto"  # which has become another before a call opens
+    for sender in (("", " by copy engine") if "use_ce" in options else ("",))
 )
 _HEADER_FIELDS = ("operation", "T", "N", "K")
 _LOW_32 = (1 << 32) - 1

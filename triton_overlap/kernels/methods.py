@@ -1,12 +1,12 @@
 """Which way an operation is done, with the choices of that way. Plain Python.
 
 method         what it is                                                              options
-auto           one of the others, by a measured table (choose.py)
 fused          one persistent kernel: tiles wait for flags, or store what peers await  use_ce, tiles
 ring_exchange  chunk by chunk: the GEMM of one beside the transfer of the next         aggregate, use_ce, num_sm
 pipeline       chunks in parts: a part's reduce-scatter beside the next one's GEMM     num_splits, num_sm
 bulk           a collective beside a GEMM that does not depend on it                   use_ce, num_sm
 nccl           collectives of torch.distributed and torch.matmul, one after the other
+auto           one of these, by a measured table (choose.py)
 """
 
 from __future__ import annotations
@@ -14,28 +14,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
+from ..comm.method_names import BESIDE_METHODS, GATHER_METHODS, OPTIONS, REDUCE_METHODS
 from .config import TileConfig
 
-#: Options by method; those of one name mean the same for each.
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "auto": (),
-    "fused": ("use_ce", "tiles"),
-    "ring_exchange": ("aggregate", "use_ce", "num_sm"),
-    "pipeline": ("num_splits", "num_sm"),
-    "bulk": ("use_ce", "num_sm"),
-    "nccl": (),
-}
 _EVERY_OPTION = ("aggregate", "use_ce", "num_sm", "num_splits", "tiles")
 #: Operations by name, and the methods that apply to each.
 APPLICABLE: dict[str, tuple[str, ...]] = {
-    "all_gather_matmul": ("fused", "ring_exchange", "nccl", "auto"),
-    "matmul_reduce_scatter": ("fused", "ring_exchange", "pipeline", "nccl", "auto"),
-    "matmul_all_reduce": ("fused", "ring_exchange", "pipeline", "nccl", "auto"),
-    "replicated_matmul": ("fused", "ring_exchange", "pipeline", "nccl", "auto"),
-    "all_gather_beside_matmul": ("bulk",),
-    "reduce_scatter_beside_matmul": ("bulk",),
+    "all_gather_matmul": GATHER_METHODS,
+    "matmul_reduce_scatter": REDUCE_METHODS,
+    "matmul_all_reduce": REDUCE_METHODS,
+    "replicated_matmul": REDUCE_METHODS,
+    "all_gather_beside_matmul": BESIDE_METHODS,
+    "reduce_scatter_beside_matmul": BESIDE_METHODS,
 }
 
 
@@ -44,7 +36,8 @@ class Method:
     """A method by name, with its options. ``str(method)`` is what operators take; ``Method.parse`` reads it back.
 
     Attributes:
-        name: a key of OPTIONS.
+        NAMES: of every method.
+        name: one of them.
         aggregate: all-gather only: exchange chunks in pairs first, then multiply double chunks.
         use_ce: send by the copy engine (True) or by programs (False); None takes the copy engine of a GPU where chunks
             are long. The same on every rank.
@@ -65,6 +58,8 @@ class Method:
         2
     """
 
+    NAMES: ClassVar[tuple[str, ...]] = tuple(OPTIONS)
+
     name: str
     aggregate: bool | None = None
     use_ce: bool | None = None
@@ -75,11 +70,9 @@ class Method:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
-            raise TypeError(
-                f"a method's name must be a str, got {self.name!r}; known methods: {_listed(tuple(OPTIONS))}"
-            )
+            raise TypeError(f"a method's name must be a str, got {self.name!r}; known methods: {_listed(self.NAMES)}")
         if self.name not in OPTIONS:
-            raise ValueError(f"unknown method {self.name!r}; known methods: {_listed(tuple(OPTIONS))}")
+            raise ValueError(f"unknown method {self.name!r}; known methods: {_listed(self.NAMES)}")
         for option, value in self.options().items():
             if option not in OPTIONS[self.name]:
                 has = _listed(OPTIONS[self.name]) or "none"
@@ -110,7 +103,7 @@ class Method:
         if not isinstance(text, str):
             raise TypeError(
                 f"a method must be text, got {text!r}; give a name, or what str() of a Method writes; known methods: "
-                f"{_listed(tuple(OPTIONS))}"
+                f"{_listed(cls.NAMES)}"
             )
         name, bracket, rest = text.partition("(")
         options: dict[str, Any] = {}

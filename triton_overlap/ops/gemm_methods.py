@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..comm.gemm_configs import OPTION_KEYS, GemmConfig
-from ..kernels.methods import OPTIONS, Method
+from ..comm.method_names import OPTIONS
+from ..kernels.methods import Method
 
 __all__ = ["GemmMethods", "backward_operations", "configured_method"]
 
@@ -68,7 +69,7 @@ class GemmMethods:
                 allowed = "a str" if gemm == "fprop" else "a str or None"
                 raise TypeError(
                     f"GemmMethods: {gemm} must be {allowed}, got {text!r}; give the name of a method, or what str() of "
-                    f"a Method writes; known methods: {', '.join(OPTIONS)}"
+                    f"a Method writes; known methods: {', '.join(Method.NAMES)}"
                 )
         if self.wgrad is not None and self.dgrad is not None and not self.gathers_beside_dgrad:
             raise ValueError(
