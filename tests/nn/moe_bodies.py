@@ -333,7 +333,7 @@ def settings(group: to.Group, case: Case) -> None:
         (ValueError, "balance_coefficient must be finite and not negative, got -1", {"balance_coefficient": -1}),
     ):
         with pytest.raises(kind, match=message):
-            router(**wrong)  # type: ignore[arg-type]
+            router(**wrong)
     layer = case.layer(group, torch.float32)
     x = torch.randn(2, case.hidden, device=group.device)
     out = layer(x)

@@ -221,9 +221,9 @@ class Linear(ParallelLinear):
 
     Raises:
         TypeError: a setting is of another type. On every rank, as the others.
-        ValueError: a setting does not fit, or the ranks' differ; an overlap flag has no meaning for the ``parallel_mode`` or lacks
-            ``sequence_parallel``, or the registered buffer or its configuration does not suit the layer; the message
-            says what would do.
+        ValueError: a setting does not fit, or the ranks' differ; an overlap flag has no meaning for the
+            ``parallel_mode`` or lacks ``sequence_parallel``, or the registered buffer or its configuration does not
+            suit the layer; the message says what would do.
     """
 
     def __init__(
