@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import Ranks
-from tests.nn import argument_bodies, conversion_bodies
+from tests.nn import argument_bodies, conversion_bodies, input_bodies
 from tests.ops.cases import Body, on_ranks
 
 BODIES: tuple[Body, ...] = (
@@ -14,6 +14,8 @@ BODIES: tuple[Body, ...] = (
     conversion_bodies.wrong_state_dicts,
     conversion_bodies.tied_weights,
     conversion_bodies.wrong_gradients,
+    input_bodies.wrong_inputs,
+    input_bodies.wrong_tables,
 )
 
 

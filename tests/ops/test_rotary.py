@@ -73,7 +73,7 @@ def test_errors() -> None:
     x, qkv = torch.ones(4, 2, 16), torch.ones(4, 2, 3, 16)
     with pytest.raises(ValueError, match=r"rotary: x must be \[tokens, heads, head size\], got \[4, 32\]"):
         to.rotary(x.flatten(1), ANGLES)
-    for bad in (ANGLES.double(), ANGLES[..., :3], ANGLES.repeat(1, 1, 1, 2)):
+    for bad in (ANGLES.double(), ANGLES[..., :3], ANGLES.repeat(1, 1, 1, 2), ANGLES.repeat(1, 2, 1, 1)):
         with pytest.raises(ValueError, match="rotary: angles must be"):
             to.rotary(x, bad)
     with pytest.raises(ValueError, match=r"cu_seqlens must be torch\.int32 or torch\.int64, got torch\.float32"):
@@ -82,3 +82,5 @@ def test_errors() -> None:
         to.rotary_qkv(qkv, ANGLES, cu_seqlens=torch.zeros(1, dtype=torch.int32))
     with pytest.raises(ValueError, match="at least one query head, a key head and a value head"):
         to.rotary_qkv(qkv[:, :, :2], ANGLES)
+    with pytest.raises(NotImplementedError, match=r"rotary: angles have no gradient; give angles\.detach\(\)"):
+        to.rotary(x, ANGLES.clone().requires_grad_())

@@ -60,9 +60,12 @@ def check_module(kind: str, module: object) -> None:
 
 
 def check_input(kind: str, name: str, x: object) -> None:
-    """TypeError unless the argument ``name`` is a tensor."""
+    """TypeError unless the argument ``name`` is a tensor, ValueError unless it is a dense one."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{kind}: {name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.is_nested or x.layout is not torch.strided:
+        layout = "it is nested" if x.is_nested else f"its layout is {x.layout}"
+        raise ValueError(f"{kind}: {name} must be a dense tensor, and {layout}; give its rows one after another")
 
 
 def check_input_of(kind: str, x: object, features: int, weight: Tensor) -> None:

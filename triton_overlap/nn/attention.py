@@ -24,7 +24,25 @@ from torch import Tensor
 
 from ..ops.operator import operator
 
-__all__ = ["packed_attention", "packed_attention_backward_op", "packed_attention_op", "plain_attention"]
+__all__ = [
+    "check_documents",
+    "packed_attention",
+    "packed_attention_backward_op",
+    "packed_attention_op",
+    "plain_attention",
+]
+
+
+def check_documents(kind: str, cu_seqlens: Tensor, x: Tensor) -> None:
+    """ValueError, in the name of the module ``kind``, unless ``cu_seqlens`` could be that of ``packed_attention``, as
+    far as can be said without reading it, and lies on the device of ``x``."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{kind}: cu_seqlens_q must be int32 or int64 of shape [documents + 1], got {cu_seqlens.dtype} "
+            f"{list(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.device != x.device:
+        raise ValueError(f"{kind}: cu_seqlens_q is on {cu_seqlens.device}, the tokens are on {x.device}; move it there")
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> Tensor:
@@ -61,7 +79,7 @@ def packed_attention(
         query: [T, H, D].
         key: [T, G, D].
         value: [T, G, D].
-        cu_seqlens: [documents + 1], int32 or int64: 0, where each further document starts, and T at the end.
+        cu_seqlens: as ``check_documents`` has it: 0, where each further document starts, and T at the end.
         max_seqlen: length of the longest document or more; T where it is None.
         causal: whether a token sees only itself and what comes before it.
         scale: of the scores.
@@ -72,16 +90,13 @@ def packed_attention(
         [T, H, D].
 
     Raises:
-        ValueError: ``cu_seqlens`` is not what it should be.
+        ValueError: ``cu_seqlens`` or ``max_seqlen`` is not what it should be.
     """
-    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"cu_seqlens must be int32 or int64 of shape [documents + 1], got {cu_seqlens.dtype} "
-            f"{list(cu_seqlens.shape)}"
-        )
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _variable_length_kernel(query, key, value, cu_seqlens, max_seqlen, causal, scale)
-    out: Tensor = torch.ops.triton_overlap.packed_attention(query, key, value, cu_seqlens, causal, scale, active_tokens)
+    out: Tensor = torch.ops.triton_overlap.packed_attention(
+        query, key, value, cu_seqlens, causal, scale, active_tokens, max_seqlen
+    )
     return out
 
 
@@ -123,10 +138,15 @@ def packed_attention_op(
     causal: bool,
     scale: float,
     active_tokens: Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> Tensor:
     """``torch.ops.triton_overlap.packed_attention``: document by document; arguments as in ``packed_attention``."""
     tokens = query.shape[0] if active_tokens is None else int(active_tokens)
     lengths = _document_lengths(cu_seqlens, tokens)
+    if max_seqlen is not None and max(lengths, default=0) > max_seqlen:
+        raise ValueError(
+            f"max_seqlen_q must be the length of the longest document, {max(lengths)}, or more, got {max_seqlen}"
+        )
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     for q, k, v, o in zip(*(x[:tokens].split(lengths) for x in (query, key, value, out)), strict=True):
         batch = (x.unsqueeze(1) for x in (q, k, v))  # of one sequence
@@ -143,6 +163,7 @@ def _fake(
     causal: bool,
     scale: float,
     active_tokens: Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
@@ -208,7 +229,7 @@ def _document_gradients(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.causal, ctx.scale, active_tokens = inputs
+    *tensors, ctx.causal, ctx.scale, active_tokens, _ = inputs
     ctx.save_for_backward(*tensors, active_tokens)
 
 
@@ -221,7 +242,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grads = torch.ops.triton_overlap.packed_attention_backward(
         grad.contiguous(), *tensors, ctx.causal, ctx.scale, active_tokens
     )
-    return *grads, None, None, None, None
+    return *grads, None, None, None, None, None
 
 
 packed_attention_op.register_autograd(_backward, setup_context=_setup_context)

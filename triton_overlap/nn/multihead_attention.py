@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..comm.group import Group
 from ..ops import rotary_qkv
 from .arguments import agree, check_choice, check_group, check_input, check_number, check_size, check_switches
-from .attention import packed_attention, plain_attention
+from .attention import check_documents, packed_attention, plain_attention
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
 from .norms import NORMALIZATIONS
@@ -196,6 +196,9 @@ class MultiheadAttention(nn.Module):
             ValueError: the arguments do not belong together.
         """
         self._check_inputs(hidden_states, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+        if rotary_pos_emb is not None:
+            one_sequence = cu_seqlens_q is None and active_tokens is None
+            self._check_angles(rotary_pos_emb, hidden_states, one_sequence)
         qkv = self.qkv(hidden_states, active_tokens=active_tokens)
         qkv = qkv.unflatten(-1, (self.kv_heads, self.heads_per_group + 2, self.kv_channels))
         if active_tokens is not None:
@@ -216,11 +219,6 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value heads [.., heads, D] of ``qkv`` [.., G, H/G + 2, D], the first two turned."""
         if angles is not None and cu_seqlens is None:
-            if angles.shape[0] < qkv.shape[0]:
-                raise ValueError(
-                    f"MultiheadAttention: rotary_pos_emb has {angles.shape[0]} positions and the sequence "
-                    f"{qkv.shape[0]}; make it with as many as the longest sequence has"
-                )
             angles = angles.narrow(0, 0, qkv.shape[0])
         if angles is not None and qkv.dim() == 4:
             return rotary_qkv(qkv, angles, cu_seqlens=cu_seqlens)
@@ -265,6 +263,9 @@ class MultiheadAttention(nn.Module):
         check_input(kind, "hidden_states", x)
         if cu_seqlens_q is not None:
             check_input(kind, "cu_seqlens_q", cu_seqlens_q)
+            check_documents(kind, cu_seqlens_q, x)
+        if max_seqlen_q is not None:
+            check_size(kind, "max_seqlen_q", max_seqlen_q)
         if x.dim() not in (2, 3):
             raise ValueError(f"{kind}: hidden_states must be [T, hidden] or [S, batch, hidden], got {list(x.shape)}")
         if cu_seqlens_kv is not None and cu_seqlens_kv is not cu_seqlens_q:
@@ -284,6 +285,27 @@ class MultiheadAttention(nn.Module):
             raise ValueError(
                 f"{kind}: attn_mask_type {self.attn_mask_type!r} needs cu_seqlens_q; pack the batch, or use "
                 '"causal" or "no_mask" for sequences of one length'
+            )
+
+    def _check_angles(self, angles: Tensor, x: Tensor, one_sequence: bool) -> None:
+        """Also that there are enough, where the length of the longest sequence is known here."""
+        kind, size = type(self).__name__, self.kv_channels
+        check_input(kind, "rotary_pos_emb", angles)
+        features = angles.shape[-1] if angles.dim() == 4 and angles.shape[1:3] == (1, 1) else 0
+        if angles.dtype != torch.float32 or not 0 < features <= size or features % 2:
+            raise ValueError(
+                f"{kind}: rotary_pos_emb must be float32 [positions, 1, 1, R] with an even R up to the head size "
+                f"{size}, as RotaryPositionEmbedding makes it, got {angles.dtype} {list(angles.shape)}"
+            )
+        if angles.device != x.device:
+            raise ValueError(
+                f"{kind}: rotary_pos_emb is on {angles.device}, the tokens are on {x.device}; move it there"
+            )
+        positions = x.shape[0] * self.qkv.shards
+        if one_sequence and angles.shape[0] < positions:
+            raise ValueError(
+                f"{kind}: rotary_pos_emb has {angles.shape[0]} positions and the sequence {positions}; make it with as "
+                "many as the longest sequence has"
             )
 
 

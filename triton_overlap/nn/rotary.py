@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .arguments import check_number, check_size
+
 __all__ = ["RotaryPositionEmbedding", "apply_rotary"]
 
 
@@ -22,7 +24,8 @@ class RotaryPositionEmbedding(nn.Module):
         device: of the result.
 
     Raises:
-        ValueError: the rotated features are none, or not an even number.
+        TypeError: an argument is of another type.
+        ValueError: the rotated features are none, or not an even number, or the base is not positive.
     """
 
     def __init__(
@@ -34,17 +37,22 @@ class RotaryPositionEmbedding(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        kind = type(self).__name__
+        check_size(kind, "dim", dim)
+        check_number(kind, "rotary_percent", rotary_percent, positive=True)
+        check_number(kind, "rotary_base", rotary_base, positive=True)
         self.features = int(dim * rotary_percent)
         if not 0 < self.features <= dim or self.features % 2:
             raise ValueError(
-                f"RotaryPositionEmbedding: dim * rotary_percent must be an even number from 2 to {dim}, "
-                f"got {self.features}"
+                f"{kind}: dim * rotary_percent must be an even number from 2 to {dim}, got {self.features}"
             )
         self.rotary_base = float(rotary_base)
         self.device = device
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """float32 [max_seq_len, 1, 1, R]: the angles of positions ``offset`` and up, each once for either half."""
+        check_size(type(self).__name__, "max_seq_len", max_seq_len)
+        check_size(type(self).__name__, "offset", offset, 0)
         positions = torch.arange(offset, offset + max_seq_len, dtype=torch.float32, device=self.device)
         exponents = torch.arange(0, self.features, 2, dtype=torch.float32, device=self.device) / self.features
         angles = torch.outer(positions, self.rotary_base**-exponents)

@@ -175,8 +175,15 @@ def _rotary_qkv_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 rotary_qkv_op.register_autograd(_rotary_qkv_backward, setup_context=_rotary_qkv_setup)
 
 
-def _as_table(angles: Tensor) -> Tensor:
+def _as_table(operation: str, angles: Tensor) -> Tensor:
     """``angles`` [positions, .., R] with dimensions of one in between, as [positions, R]."""
+    if angles.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(f"{operation}: angles have no gradient; give angles.detach()")
+    if any(size != 1 for size in angles.shape[1:-1]):
+        raise ValueError(
+            f"{operation}: angles must be [positions, R], or have dimensions of one between the two, got "
+            f"{list(angles.shape)}"
+        )
     return angles.flatten(0, -2) if angles.dim() > 2 else angles
 
 
@@ -201,12 +208,13 @@ def rotary(
         [C, heads, D] in the dtype of ``x``, fresh; rows past the active ones are uninitialised memory.
 
     Raises:
+        NotImplementedError: ``angles`` want a gradient.
         TypeError: an argument is no tensor.
         ValueError: shapes, dtypes or devices do not fit.
     """
     check_tensors("rotary", x=x, angles=angles)
     check_optional_tensors("rotary", cu_seqlens=cu_seqlens, active_tokens=active_tokens)
-    out: Tensor = torch.ops.triton_overlap.rotary(x, _as_table(angles), cu_seqlens, active_tokens, False)
+    out: Tensor = torch.ops.triton_overlap.rotary(x, _as_table("rotary", angles), cu_seqlens, active_tokens, False)
     return out
 
 
@@ -228,11 +236,12 @@ def rotary_qkv(
         query [C, H, D], key [C, G, D] and value [C, G, D], fresh; rows past the active ones are uninitialised memory.
 
     Raises:
+        NotImplementedError: ``angles`` want a gradient.
         TypeError: an argument is no tensor.
         ValueError: shapes, dtypes or devices do not fit.
     """
     check_tensors("rotary_qkv", qkv=qkv)
     check_optional_tensors("rotary_qkv", angles=angles, cu_seqlens=cu_seqlens, active_tokens=active_tokens)
-    table = None if angles is None else _as_table(angles)
+    table = None if angles is None else _as_table("rotary_qkv", angles)
     query, key, value = torch.ops.triton_overlap.rotary_qkv(qkv, table, cu_seqlens, active_tokens)
     return query, key, value
