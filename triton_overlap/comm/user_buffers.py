@@ -457,7 +457,10 @@ def _closed_error(name: str) -> ClosedError:
             f"{name} is closed: this backward pass runs after destroy_ub() or close() of its buffer or group; run "
             "backward() on every rank before that"
         )
-    return ClosedError(f"{name} is closed, or was never there; register it with group.user_buffer or initialize_ub")
+    return ClosedError(
+        f"{name} is closed, or was never there; register it with group.user_buffer or initialize_ub, and build modules "
+        "that used it anew"
+    )
 
 
 class Communicator:
