@@ -17,7 +17,7 @@ import torch.distributed as dist
 import triton_overlap as to
 from tests.distributed import run_ranks
 from triton_overlap.comm.gemm_configs import GEMM_NAMES
-from triton_overlap.comm.user_buffers import check_active_shape
+from triton_overlap.comm.rules import check_active_shape
 from triton_overlap.errors import ActiveShapeError, ClosedError
 
 CAPACITY = (64, 32)

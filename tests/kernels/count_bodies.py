@@ -261,9 +261,9 @@ def modes(group: Group) -> None:
     cases: list[tuple[UserBuffer, torch.Tensor | None, str]] = [
         (counted, None, "for operations that take active_tokens"),
         (plain, count, "needs a buffer with device_count=True"),
-        (counted, count.long(), "one torch.int32 element, got torch.int64"),
-        (counted, count.expand(2), r"one torch.int32 element, got torch.int32 \[2\]"),
-        (counted, count.to("meta"), "must be on"),
+        (counted, count.long(), r"must be torch\.int32, got torch\.int64; cast it"),
+        (counted, count.expand(2), r"must have one element, the count of tokens, got \[2\]"),
+        (counted, count.to("meta"), "must be on .*, got meta; move it there"),
     ]
     for buffer, scalar, message in cases:
         with pytest.raises(ValueError, match=message):

@@ -152,7 +152,7 @@ def test_counts_that_do_not_fit(operation: RowOperation) -> None:
 def test_count_on_another_device() -> None:
     # Called directly, since torch would not dispatch to a kernel with an operand on this one.
     count = torch.ones((), dtype=torch.int32, device="meta")
-    with pytest.raises(ValueError, match="add: active_tokens is on meta, the operands are on cpu; move it there"):
+    with pytest.raises(ValueError, match="add: active_tokens must be on cpu, got meta; move it there"):
         check_active_tokens("add", torch.ones(2, 2), count, 1)
 
 

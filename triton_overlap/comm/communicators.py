@@ -17,7 +17,8 @@ import torch
 
 from .gemm_configs import GemmConfig, default_config, gemm_configs
 from .group import Group, init_group
-from .user_buffers import Communicator, check_capacity
+from .rules import check_capacity
+from .user_buffers import Communicator
 
 __all__ = [
     "CommunicatorSet",

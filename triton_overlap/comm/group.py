@@ -13,8 +13,9 @@ from ..errors import BackendError, ClosedError, CommError, GroupBrokenError
 from .backend import Backend, SymmetricMemory
 from .bootstrap import ranks_in_words
 from .layout import RECORD_WORDS, control_bytes
+from .rules import check_capacity
 from .signals import RecordReader, decode_record, error_for
-from .user_buffers import UserBuffer, check_capacity
+from .user_buffers import UserBuffer
 
 #: A month. The device counts a wait's nanoseconds in 64 bits.
 LONGEST_TIMEOUT_S = 30 * 86400.0

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import threading
 import weakref
 from collections.abc import Sequence
@@ -18,16 +17,10 @@ import torch
 from ..errors import ActiveShapeError, ClosedError
 from .gemm_configs import GemmConfig
 from .layout import STATE_WORDS, BufferLayout, StateWord, TableWord
+from .rules import check_active_shape, check_active_tokens, check_capacity
 
 if TYPE_CHECKING:
     from .group import Group
-
-#: Rows and columns at most: kernels, headers and descriptors count both in 32 bits.
-_MOST_ROWS = 2**31 - 1
-#: Bytes at most: what a process can address. Backends refuse less, where they find no room.
-_MOST_BYTES = 2**47
-#: dtypes a buffer may have.
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _handles = itertools.count()
 _by_handle: weakref.WeakValueDictionary[str, UserBuffer | Communicator] = weakref.WeakValueDictionary()
@@ -57,79 +50,6 @@ def _next_epoch(epoch: int) -> int:
 def _next_device_epoch(epoch: int) -> int:
     # As comm.device.advance_epoch: 1 .. 2^31 - 2, so that the parity alternates when it wraps too.
     return 1 if epoch in (0, 0x7FFFFFFE) else epoch + 1
-
-
-def check_active_shape(shape: Sequence[int], capacity: tuple[int, int], world_size: int) -> tuple[int, int]:
-    """``shape`` as a tuple of two ints, or an ``ActiveShapeError`` that names the rule it breaks."""
-    not_integers: TypeError | None = None
-    dims: tuple[int, ...] = ()
-    try:
-        dims = tuple(operator.index(dim) for dim in shape)
-    except TypeError as error:
-        not_integers = error
-    if len(dims) == 2 and 0 < dims[0] <= capacity[0] and dims[1] == capacity[1] and not dims[0] % world_size:
-        return dims  # at every call: the words below take longer than the rest
-    allowed = f"[tokens, {capacity[1]}] with 0 < tokens <= {capacity[0]} and tokens divisible by {world_size}"
-    if not_integers is not None:
-        raise ActiveShapeError(
-            f"active shape must be two integers, got {shape!r}; allowed: {allowed}"
-        ) from not_integers
-    if len(dims) != 2:
-        raise ActiveShapeError(f"active shape must be two-dimensional, got {dims}; allowed: {allowed}")
-    tokens, hidden = dims
-    if tokens <= 0 or hidden <= 0:
-        raise ActiveShapeError(f"active shape must be nonzero, got {dims}; allowed: {allowed}")
-    if hidden != capacity[1]:
-        raise ActiveShapeError(
-            f"hidden size must stay {capacity[1]}, got {dims}; allowed: {allowed}; a buffer is for one hidden size, "
-            "K of a gathered operand and N of a reduced product: register another for this one"
-        )
-    if tokens > capacity[0]:
-        raise ActiveShapeError(
-            f"active shape must be within the capacity {capacity}, got {dims}; allowed: {allowed}; "
-            "register a larger max_tokens"
-        )
-    raise ActiveShapeError(
-        f"tokens must be divisible by the group size {world_size}, got {dims}; allowed: {allowed}; "
-        "triton_overlap.packing.pad_packed adds the missing tokens as a document of their own"
-    )
-
-
-def check_capacity(
-    what: str, world_size: int, max_tokens: object, hidden: object, dtype: object, device_count: object = False
-) -> tuple[int, int, torch.dtype, bool]:
-    """The arguments as they are, or TypeError or ValueError with the rule of a buffer that they break. Local."""
-    sizes = []
-    for name, size in (("max_tokens", max_tokens), ("hidden", hidden)):
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{what}: {name} must be an int, got {size!r}; int() makes it one")
-        if size > _MOST_ROWS:
-            raise ValueError(
-                f"{what}: {name} must be at most {_MOST_ROWS}, since kernels count in 32 bits, got {size}; give what "
-                "the largest call needs"
-            )
-        sizes.append(size)
-    allowed = ", ".join(map(str, DTYPES))
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{what}: dtype must be a torch.dtype, got {dtype!r}; allowed: {allowed}")
-    if not isinstance(device_count, bool):
-        raise TypeError(f"{what}: device_count must be True or False, got {device_count!r}; bool() makes it one")
-    if dtype not in DTYPES:
-        raise ValueError(f"{what}: dtype must be one of {allowed}, got {dtype}")
-    if min(sizes) <= 0:
-        raise ValueError(f"{what}: capacity must be positive, got {sizes}; give the tokens and columns of calls")
-    if sizes[0] % world_size:
-        raise ValueError(
-            f"{what}: max_tokens must be divisible by the group size {world_size}, got {sizes[0]}; the next "
-            f"larger one is {-(-sizes[0] // world_size) * world_size}"
-        )
-    num_bytes = BufferLayout(world_size, sizes[0], sizes[1], dtype.itemsize).num_bytes
-    if num_bytes > _MOST_BYTES:
-        raise ValueError(
-            f"{what}: a buffer must have at most {_MOST_BYTES} bytes, got {num_bytes} for {sizes} in {dtype}; give "
-            "what the largest call needs"
-        )
-    return sizes[0], sizes[1], dtype, device_count
 
 
 class CallScope:
@@ -312,8 +232,8 @@ class UserBuffer:
             raise _closed_error(f"{self.handle} {list(self.capacity_shape)}")
 
     def check_count(self, active_tokens: torch.Tensor | None) -> None:
-        """ValueError unless ``active_tokens`` is given where, and only where, this buffer's calls want it, as an int32
-        scalar on the device."""
+        """ValueError unless ``active_tokens`` is given where, and only where, this buffer's calls want it, and is as
+        ``check_active_tokens`` wants it."""
         if active_tokens is None:
             if self.device_count:
                 raise ValueError(
@@ -326,12 +246,7 @@ class UserBuffer:
                 f"active_tokens needs a buffer with device_count=True, and {self.handle} has none: register one with "
                 "group.user_buffer(..., device_count=True)"
             )
-        if active_tokens.dtype != torch.int32 or active_tokens.numel() != 1:
-            raise ValueError(
-                f"active_tokens must be one torch.int32 element, got {active_tokens.dtype} {list(active_tokens.shape)}"
-            )
-        if active_tokens.device != self.group.device:
-            raise ValueError(f"active_tokens must be on {self.group.device}, got {active_tokens.device}; move it there")
+        check_active_tokens(active_tokens, self.group.device)
 
     def call(self) -> CallScope:
         """Everything that one collective call launches goes inside ``with buffer.call() as call:``.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.group import Group
-from ..comm.user_buffers import DTYPES
+from ..comm.rules import DTYPES
 
 __all__ = [
     "agree",

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.group import Group
-from ..comm.user_buffers import Communicator, UserBuffer, check_capacity
+from ..comm.rules import check_capacity
+from ..comm.user_buffers import Communicator, UserBuffer
 from ..errors import ActiveShapeError
 from ..ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, replicated_matmul
 from .arguments import (

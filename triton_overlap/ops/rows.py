@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..comm import rules
 from .validation import check_dense
 
 __all__ = ["check_active_tokens", "check_device", "check_integers", "check_matrix", "check_same", "check_vector"]
@@ -15,21 +16,15 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_active_tokens(operation: str, x: Tensor, active_tokens: Tensor | None, shards: int) -> None:
-    """ValueError unless the count is None, or one int32 on the device of ``x``, and ``shards`` is positive."""
+    """ValueError unless ``shards`` is positive, and the count is None or one int32 element on the device of ``x``."""
     if shards < 1:
         raise ValueError(f"{operation}: shards, the ranks that tokens are split over, must be at least 1, got {shards}")
     if active_tokens is None:
         return
-    if active_tokens.dtype != torch.int32:
-        raise ValueError(f"{operation}: active_tokens must be torch.int32, got {active_tokens.dtype}; cast it")
-    if active_tokens.numel() != 1:
-        raise ValueError(
-            f"{operation}: active_tokens must have one element, the count of tokens, got {list(active_tokens.shape)}"
-        )
-    if active_tokens.device != x.device:
-        raise ValueError(
-            f"{operation}: active_tokens is on {active_tokens.device}, the operands are on {x.device}; move it there"
-        )
+    try:
+        rules.check_active_tokens(active_tokens, x.device)
+    except ValueError as error:
+        raise ValueError(f"{operation}: {error}") from None
 
 
 def check_matrix(
