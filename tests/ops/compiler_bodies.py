@@ -58,12 +58,12 @@ def opcheck_of_counts_and_epilogues(group: to.Group, sizes: Sizes) -> None:
     ops = torch.ops.triton_overlap
     cases: list[tuple[Any, tuple[Any, ...]]] = [
         (ops.all_gather_matmul, (x, b, bias, None, handle, True, "fused", count)),
-        (ops.matmul_reduce_scatter, (a, c, None, None, handle, "fused", count, residual)),
+        (ops.matmul_reduce_scatter, (a, c, None, None, handle, "fused", residual, count)),
         (ops.all_gather, (x, handle, count)),
         (ops.reduce_scatter, (whole, handle, count)),
         (ops.all_gather_matmul_activation, (x, b, bias, None, plain, True, "fused", "swiglu", True)),
         (ops.all_gather_matmul_activation, (x, b, None, None, handle, False, "fused", "gelu", True, count)),
-        (ops.matmul_reduce_scatter, (a, c, None, None, plain, "fused", None, residual)),
+        (ops.matmul_reduce_scatter, (a, c, None, None, plain, "fused", residual)),
         (ops.row_weight_gradient, (a.detach(), whole.detach(), count)),
         (ops.row_bias_gradient, (whole.detach(), count)),
     ]

@@ -26,7 +26,7 @@ def test_changed_arguments_are_newer_versions() -> None:
 def test_an_operator_without_a_gradient_says_so() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     grad, rstd = torch.ones(4, 8), torch.ones(4)
-    found = operators.norm_backward(grad, x, torch.ones(8), rstd, None, None, 1, [True, False, False])
+    found = operators.norm_backward(grad, x, torch.ones(8), rstd, None, [True, False, False], None, 1)
     with pytest.raises(NotImplementedError, match="triton_overlap::norm_backward has no gradient"):
         found[0].sum().backward()
 

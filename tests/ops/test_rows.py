@@ -175,7 +175,7 @@ def _raw(operation: RowOperation) -> tuple[Any, tuple[Any, ...]]:
         case "add":
             return operators.add, (*inputs, *count)
         case "rotary":
-            return operators.rotary, (*inputs, keywords["angles"], keywords["cu_seqlens"], count[0], False)
+            return operators.rotary, (*inputs, keywords["angles"], keywords["cu_seqlens"], False, count[0])
         case "rotary_qkv":
             return operators.rotary_qkv, (*inputs, keywords["angles"], keywords["cu_seqlens"], count[0])
         case _:

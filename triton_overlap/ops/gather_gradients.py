@@ -138,6 +138,6 @@ def _shard_gradient(
         return out
     grad, weight = _side_by_side(bs, out_grads)
     product: Tensor = torch.ops.triton_overlap.matmul_reduce_scatter(
-        grad, weight.transpose(0, 1), None, None, buffer, method, active_tokens
+        grad, weight.transpose(0, 1), None, None, buffer, method, None, active_tokens
     )
     return product if out is None else out + product

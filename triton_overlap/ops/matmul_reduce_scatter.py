@@ -51,8 +51,8 @@ def matmul_reduce_scatter_op(
     main_grad: Tensor | None,
     buffer: str,
     method: str,
-    active_tokens: Tensor | None = None,
     residual: Tensor | None = None,
+    active_tokens: Tensor | None = None,
 ) -> Tensor:
     """``torch.ops.triton_overlap.matmul_reduce_scatter``: the operation without conveniences.
 
@@ -63,8 +63,8 @@ def matmul_reduce_scatter_op(
         main_grad: float32 [K, N] or None. Backward adds the weight gradient to it and returns none for b.
         buffer: handle of a user buffer with hidden size N.
         method: see ``matmul_reduce_scatter``.
-        active_tokens: int32 scalar on the device, or None.
         residual: [T/W, N] or None.
+        active_tokens: int32 scalar on the device, or None.
 
     Returns:
         [T/W, N], fresh.
@@ -86,8 +86,8 @@ def _fake(
     main_grad: Tensor | None,
     buffer: str,
     method: str,
-    active_tokens: Tensor | None = None,
     residual: Tensor | None = None,
+    active_tokens: Tensor | None = None,
 ) -> Tensor:
     return a.new_empty((a.shape[0] // world_size_of(buffer), b.shape[1]))
 
@@ -114,8 +114,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     elif needs_gathered:
         gathered = torch.ops.triton_overlap.all_gather(grad, ctx.buffer, saved[1])
     b_grad, bias_grad = (None, None) if gathered is None else local_gradients(ctx, saved, gathered)
-    needs_residual = any(ctx.needs_input_grad[7:])  # there is no entry for a default that was left out
-    return a_grad, b_grad, bias_grad, None, None, None, None, grad if needs_residual else None
+    needs_residual = ctx.needs_input_grad[6]
+    return a_grad, b_grad, bias_grad, None, None, None, grad if needs_residual else None, None
 
 
 matmul_reduce_scatter_op.register_autograd(_backward, setup_context=save_product)
@@ -170,6 +170,6 @@ def matmul_reduce_scatter(
     check_optional_tensors(_NAME, bias=bias, main_grad=main_grad, residual=residual, active_tokens=active_tokens)
     a_cast, b_cast, bias_cast, residual_cast = autocast_operands(a, b, bias, residual)
     out: Tensor = torch.ops.triton_overlap.matmul_reduce_scatter(
-        a_cast, b_cast, bias_cast, main_grad, handle, text, active_tokens, residual_cast
+        a_cast, b_cast, bias_cast, main_grad, handle, text, residual_cast, active_tokens
     )
     return out

@@ -82,9 +82,9 @@ def norm_backward_op(
     weight: Tensor,
     rstd: Tensor,
     mean: Tensor | None,
+    wanted: list[bool],
     active_tokens: Tensor | None,
     shards: int,
-    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.triton_overlap.norm_backward``: gradients of x, weight and bias, each empty unless ``wanted``.
 
@@ -114,9 +114,9 @@ def _norm_backward_fake(
     weight: Tensor,
     rstd: Tensor,
     mean: Tensor | None,
+    wanted: list[bool],
     active_tokens: Tensor | None,
     shards: int,
-    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     wants_x, wants_weight, wants_bias = wanted
     return (
@@ -130,7 +130,7 @@ def _gradients(ctx: Any, grad: Tensor | None, wanted: list[bool]) -> list[Tensor
     if grad is None:
         return [None] * 3
     x, weight, rstd, mean, active_tokens = ctx.saved_tensors
-    grads = torch.ops.triton_overlap.norm_backward(grad, x, weight, rstd, mean, active_tokens, ctx.shards, wanted)
+    grads = torch.ops.triton_overlap.norm_backward(grad, x, weight, rstd, mean, wanted, active_tokens, ctx.shards)
     return [value if wants else None for value, wants in zip(grads, wanted, strict=True)]
 
 

@@ -54,7 +54,7 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
 
 @operator("rotary")
 def rotary_op(
-    x: Tensor, angles: Tensor, cu_seqlens: Tensor | None, active_tokens: Tensor | None, inverse: bool
+    x: Tensor, angles: Tensor, cu_seqlens: Tensor | None, inverse: bool, active_tokens: Tensor | None
 ) -> Tensor:
     """``torch.ops.triton_overlap.rotary``: ``x`` [C, heads, D] turned, the other way with ``inverse``; fresh."""
     check_matrix("rotary", "x", x, ("tokens", "heads", "head size"))
@@ -74,19 +74,21 @@ def rotary_op(
 
 @rotary_op.register_fake
 def _rotary_fake(
-    x: Tensor, angles: Tensor, cu_seqlens: Tensor | None, active_tokens: Tensor | None, inverse: bool
+    x: Tensor, angles: Tensor, cu_seqlens: Tensor | None, inverse: bool, active_tokens: Tensor | None
 ) -> Tensor:
     return x.new_empty(x.shape)
 
 
 def _rotary_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, angles, cu_seqlens, active_tokens, ctx.inverse = inputs
+    _, angles, cu_seqlens, ctx.inverse, active_tokens = inputs
     ctx.save_for_backward(angles, cu_seqlens, active_tokens)
 
 
 def _rotary_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     # A rotation's transpose turns the other way. It is differentiable in its turn.
-    return torch.ops.triton_overlap.rotary(grad, *ctx.saved_tensors, not ctx.inverse), None, None, None, None
+    angles, cu_seqlens, active_tokens = ctx.saved_tensors
+    turned = torch.ops.triton_overlap.rotary(grad, angles, cu_seqlens, not ctx.inverse, active_tokens)
+    return turned, None, None, None, None
 
 
 rotary_op.register_autograd(_rotary_backward, setup_context=_rotary_setup)
@@ -214,7 +216,7 @@ def rotary(
     """
     check_tensors("rotary", x=x, angles=angles)
     check_optional_tensors("rotary", cu_seqlens=cu_seqlens, active_tokens=active_tokens)
-    out: Tensor = torch.ops.triton_overlap.rotary(x, _as_table("rotary", angles), cu_seqlens, active_tokens, False)
+    out: Tensor = torch.ops.triton_overlap.rotary(x, _as_table("rotary", angles), cu_seqlens, False, active_tokens)
     return out
 
 

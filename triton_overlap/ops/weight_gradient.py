@@ -150,14 +150,14 @@ def weight_gradient(
 
 
 def save_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """``setup_context`` of an operator ``(a, b, bias, main_grad, buffer, method[, active_tokens, ..])``: saves b, the
-    count, and a where b wants a gradient; keeps the rest on ``ctx``."""
-    a, b, _, main_grad, ctx.buffer, ctx.method, *counts = inputs
+    """``setup_context`` of an operator ``(a, b, bias, main_grad, buffer, method[, .., active_tokens])``: saves b,
+    the count, and a where b wants a gradient; keeps the rest on ``ctx``."""
+    a, b, _, main_grad, ctx.buffer, ctx.method, *more = inputs
     _, needs_b, *_ = ctx.needs_input_grad
     # Not through save_for_backward: other microbatches add to it between this forward and its backward.
     ctx.main_grad = main_grad
     # The count is: should somebody write another to it before this forward's backward, autograd says so.
-    ctx.save_for_backward(b, counts[0] if counts else None, *([a] if needs_b else []))
+    ctx.save_for_backward(b, more[-1] if more else None, *([a] if needs_b else []))
 
 
 def local_gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
