@@ -17,7 +17,8 @@ import triton.runtime.interpreter as stock
 
 from tests.sim import kernels as k
 from triton_overlap.comm import interpreter
-from triton_overlap.comm.interpreter import AtomicAccess, KernelLaunch, SpinYield
+from triton_overlap.comm.interpreter import SpinYield
+from triton_overlap.comm.interpreter_hooks import AtomicAccess, KernelLaunch
 from triton_overlap.errors import BackendError
 
 

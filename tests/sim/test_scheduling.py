@@ -18,7 +18,7 @@ from triton_overlap.comm.backends.sim import SimBackend
 from triton_overlap.comm.group import Group
 from triton_overlap.errors import BackendError, ClosedError, CommTimeoutError, DeadlockError, RaceError
 from triton_overlap.sim import DelayRank, World
-from triton_overlap.sim.scheduler import greenlet
+from triton_overlap.sim.fibers import greenlet
 
 BLOCK = 16
 LIMIT_NS = 300_000_000_000

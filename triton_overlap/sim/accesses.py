@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 
-from triton_overlap.comm.interpreter import AtomicAccess, raw
+from triton_overlap.comm.interpreter import raw
+from triton_overlap.comm.interpreter_hooks import AtomicAccess
 from triton_overlap.errors import MemoryFaultError, RaceError
 from triton_overlap.sim.faults import DoubleSignal, LoseSignal, SignalFault, TearHeader
 from triton_overlap.sim.happens_before import Actor, Clock, Conflict, stamp_of

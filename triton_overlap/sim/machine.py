@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from triton_overlap.comm.interpreter import AtomicAccess, InterpreterError, KernelLaunch, raw
+from triton_overlap.comm.interpreter import InterpreterError, raw
+from triton_overlap.comm.interpreter_hooks import AtomicAccess, KernelLaunch
 from triton_overlap.errors import ClosedError, MemoryFaultError, SimulationError
 from triton_overlap.sim.accesses import Accesses, words_at
 from triton_overlap.sim.costs import NetworkCost, NetworkUse
 from triton_overlap.sim.faults import FaultPlan
+from triton_overlap.sim.fibers import program_fiber
 from triton_overlap.sim.happens_before import Clock, Shadow, Slots
 from triton_overlap.sim.memory import AddressSpace, Region, WeakMemory, aligned_zeros
 from triton_overlap.sim.network import Flight, NetworkInterface
-from triton_overlap.sim.scheduler import Poll, Scheduler, Task, Wait, program_fiber
+from triton_overlap.sim.scheduler import Poll, Scheduler, Task, Wait
 from triton_overlap.sim.settings import Settings
 from triton_overlap.sim.streams import Event, RecordEvent, Stream, StreamOperation, WaitEvent
 from triton_overlap.sim.tasks import CopyOrder, HostTask, Launch, LogEntry, Program, Transfer

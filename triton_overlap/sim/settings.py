@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from triton_overlap.sim.costs import NetworkCost
 from triton_overlap.sim.faults import Fault, FaultPlan
-from triton_overlap.sim.scheduler import program_fiber
+from triton_overlap.sim.fibers import program_fiber
 
 
 @dataclass(frozen=True, kw_only=True)

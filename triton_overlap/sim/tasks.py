@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from triton_overlap.comm.interpreter import KernelLaunch
+from triton_overlap.comm.interpreter_hooks import KernelLaunch
+from triton_overlap.sim.fibers import Fiber, ThreadFiber
 from triton_overlap.sim.happens_before import Actor, Clock
 from triton_overlap.sim.memory import Region, StoreBuffer
-from triton_overlap.sim.scheduler import Fiber, FiberTask, ThreadFiber
+from triton_overlap.sim.scheduler import FiberTask
 from triton_overlap.sim.source import source
 from triton_overlap.sim.streams import Stream, cut
 
