@@ -13,30 +13,20 @@ from rich.console import Console
 from tests.bench.running import run_bench
 from tests.distributed import run_ranks
 from triton_overlap.bench.__main__ import main
-from triton_overlap.bench.ep import Bench, Prepared, Settings, error_of
+from triton_overlap.bench.ep import Bench, Plan, Prepared, error_of
 from triton_overlap.bench.ep_problems import EpOperation, EpProblem, Expected, Received
 from triton_overlap.bench.ep_results import Comparison, EpResults, EpRow, Variant, print_tables
 from triton_overlap.bench.ep_rivals import AllToAll
 from triton_overlap.bench.ranks import Link
 from triton_overlap.bench.results import Measurement
+from triton_overlap.bench.session import Session, Settings
 from triton_overlap.problems import WrongResult
 from triton_overlap.timing import Timing
 
 CPU = torch.device("cpu")
 PROBLEM = EpProblem(tokens=5, hidden=128, topk=2, experts=4, world_size=2)
-SETTINGS = Settings(
-    problems=["5x128x2x4"],
-    parts=["calls"],
-    network="direct",
-    num_sms=1,
-    channels_per_sm=1,
-    rounds=1,
-    warmup=0,
-    repetitions=1,
-    seed=0,
-    command=["ep"],
-    commit=None,
-)
+SETTINGS = Settings(dtype=torch.bfloat16, rounds=1, warmup=0, seed=0, command=["ep"], commit=None)
+PLAN = Plan(problems=["5x128x2x4"], parts=["calls"], network="direct", num_sms=1, channels_per_sm=1, repetitions=1)
 
 
 def test_smoke_run_keeps_checked_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +125,7 @@ def check_the_all_to_all() -> str:
     import triton_overlap as to
 
     group = to.init_group()
-    bench = Bench(group, SETTINGS, Link("memory", None))
+    bench = Bench(Session(group, SETTINGS, Console()), PLAN, Link("memory", None))
     prepared = Prepared.of(PROBLEM, group, 0)
     calls = AllToAll().calls(EpOperation.COMBINE, prepared.work)
     bench.check(EpOperation.COMBINE, calls, prepared)

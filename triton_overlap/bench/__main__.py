@@ -194,6 +194,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     experts.add_argument("--num-sms", type=int, help="of the variants")
     experts.add_argument("--channels-per-sm", type=int, help="of the variants")
     experts.add_argument("--repetitions", type=int, help="of the variants")
+    experts.set_defaults(measure=measure_experts, dtype="bfloat16")
     puts = commands.add_parser("ep_puts", parents=[output], help="puts of a dispatch, and their cost to a network")
     puts.add_argument("--problems", nargs="+", help="tokens of a rank x hidden x top-k x experts")
     puts.add_argument("--per-put-ns", type=float, default=200.0, help="nanoseconds of a put (200: 5 million a second)")
@@ -218,6 +219,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def _set_defaults(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Fill in what was not given."""
+    if args.command == "ep":
+        args.share_gpus = True  # what it counts and checks holds then too, and its tables say that times do not
     if getattr(args, "device_count", False) and args.tokens is None and not args.smoke:
         args.tokens = [512, 2048, 8192, 16384]
     one_layer = getattr(args, "size", None) is not None
@@ -236,7 +239,7 @@ def launch(args: argparse.Namespace, argv: list[str], console: Console) -> int:
     """Start this module once a rank, as torchrun would."""
     if args.smoke:
         os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
-    elif (args.share_gpus or args.command == "ep") and 0 < torch.cuda.device_count() < args.ranks:
+    elif args.share_gpus and 0 < torch.cuda.device_count() < args.ranks:
         console.print(f"{args.ranks} ranks share {torch.cuda.device_count()} GPU: times will mean nothing", style="red")
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     elif torch.cuda.device_count() < args.ranks:
@@ -305,22 +308,16 @@ def measure_host(args: argparse.Namespace, session: Session) -> Results:
     return host.run(session, args.tokens[0], *args.size)
 
 
-def measure_experts(args: argparse.Namespace, argv: list[str], console: Console) -> Kept | None:
-    """One rank's part of ``ep``."""
-    settings = ep.Settings(
+def measure_experts(args: argparse.Namespace, session: Session) -> Kept:
+    plan = ep.Plan(
         problems=args.problems,
         parts=args.parts,
         network=args.network,
         num_sms=args.num_sms,
         channels_per_sm=args.channels_per_sm,
-        rounds=args.rounds,
-        warmup=args.warmup,
         repetitions=args.repetitions,
-        seed=args.seed,
-        command=without_paths(argv),
-        commit=args.commit,
     )
-    return ep.run(settings, console)
+    return ep.run(session, plan)
 
 
 def simulate_puts(args: argparse.Namespace, argv: list[str], console: Console) -> Kept:
@@ -366,11 +363,6 @@ def report(found: Kept, args: argparse.Namespace, console: Console) -> None:
 
 def run_rank(args: argparse.Namespace, argv: list[str], console: Console) -> None:
     """One rank's part of a command."""
-    if args.command == "ep":
-        experts = measure_experts(args, argv, console)
-        if experts is not None:
-            report(experts, args, console)
-        return
     settings = Settings(
         dtype=DTYPES[args.dtype],
         rounds=args.rounds,
@@ -379,12 +371,13 @@ def run_rank(args: argparse.Namespace, argv: list[str], console: Console) -> Non
         command=without_paths(argv),
         commit=args.commit,
     )
-    with ranks(share_gpus=args.share_gpus) as group:
+    backend = "nvshmem" if getattr(args, "network", None) == "nvshmem" else "auto"
+    with ranks(backend=backend, share_gpus=args.share_gpus) as group:
         session = Session(group, settings, console)
         if args.command == "tune":
             make_table(args, session)
             return
-        measure: Callable[[argparse.Namespace, Session], Results | None] = args.measure
+        measure: Callable[[argparse.Namespace, Session], Kept | None] = args.measure
         found = measure(args, session)
         if group.rank == 0 and found is not None:
             report(found, args, console)

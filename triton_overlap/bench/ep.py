@@ -13,21 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 import triton_overlap as to
-from triton_overlap import environment
 from triton_overlap.bench.ep_problems import EpOperation, EpProblem, Expected, Received
 from triton_overlap.bench.ep_results import Comparison, EpResults, EpRow, Variant
 from triton_overlap.bench.ep_rivals import AllToAll, Rival, Run, ThisLibrary, Work
-from triton_overlap.bench.ranks import Link, gpus_are_shared, measure_link, ranks, timer_of
-from triton_overlap.bench.results import Measurement, now
-from triton_overlap.problems import TOLERANCE, WrongResult, cache_bytes_of
+from triton_overlap.bench.ranks import Link, gpus_are_shared, measure_link
+from triton_overlap.bench.results import Measurement
+from triton_overlap.bench.session import Session
+from triton_overlap.problems import TOLERANCE, cache_bytes_of
 from triton_overlap.reference import relative_error
-from triton_overlap.timing import Timing, slowest, take_turns
 
 #: min_tokens_per_part and num_sub_parts of the variants; the first one is the control.
 VARIANTS = ((1, 1), (1, 2), (15, 1), (15, 2))
@@ -35,17 +31,14 @@ CALLS, COMPARED = "calls", "variants"
 
 
 @dataclass(frozen=True)
-class Settings:
+class Plan:
     """What to measure.
 
     Attributes:
         problems: as ``EpProblem.parse`` reads them.
         parts: of the benchmark: ``"calls"``, ``"variants"``.
         network, num_sms, channels_per_sm: of the variants.
-        rounds, warmup: timed and untimed calls of each, in a repetition too.
-        repetitions: of the variants.
-        seed: of inputs and of the order of calls.
-        command, commit: kept with the results.
+        repetitions: of the variants, each of as many rounds as the calls have.
     """
 
     problems: list[str]
@@ -53,12 +46,7 @@ class Settings:
     network: str
     num_sms: int
     channels_per_sm: int
-    rounds: int
-    warmup: int
     repetitions: int
-    seed: int
-    command: list[str]
-    commit: str | None
 
 
 @dataclass(frozen=True)
@@ -81,9 +69,13 @@ class Prepared:
 class Bench:
     """What one rank keeps during a run."""
 
-    group: to.Group
-    settings: Settings
+    session: Session
+    plan: Plan
     link: Link
+
+    @property
+    def group(self) -> to.Group:
+        return self.session.group
 
     def measure_calls(self, prepared: Prepared) -> list[EpRow]:
         """A row for each operation. Collective."""
@@ -103,7 +95,7 @@ class Bench:
                 for rival in (ThisLibrary(buffer), *others):
                     calls.update(rival.calls(operation, prepared.work))
                 errors = self.check(operation, calls, prepared)
-                timings = slowest(self.group.all_gather_object(self._time(calls, prepared, self.settings.seed)))
+                timings = self.session.time(calls, len(prepared.work.sets))
                 moved = self._moved_bytes(operation, prepared)
                 rows.append(
                     EpRow(
@@ -133,8 +125,8 @@ class Bench:
                 }
                 self.check(operation, calls, prepared)
                 means: dict[str, list[float]] = {name: [] for name in calls}
-                for repetition in range(self.settings.repetitions):
-                    found = self._time(calls, prepared, self.settings.seed + repetition)
+                for repetition in range(self.plan.repetitions):
+                    found = self.session.time_here(calls, len(prepared.work.sets), repetition=repetition)
                     of_ranks = self.group.all_gather_object({name: each.median_ms for name, each in found.items()})
                     for name, collected in means.items():
                         collected.append(sum(medians[name] for medians in of_ranks) / len(of_ranks))
@@ -146,7 +138,7 @@ class Bench:
                         topk=problem.topk,
                         experts=problem.experts,
                         topology=f"{problem.world_size}x1",
-                        network=self.settings.network,
+                        network=self.plan.network,
                         channels=buffers[0].layout.geometry.num_channels,
                         variants=[
                             Variant(*knobs, buffer.layout.geometry.sub_part_sizes, means[str(index)])
@@ -167,27 +159,11 @@ class Bench:
             for name, run in calls.items():
                 leave_nan(prepared.work.problem, expected)
                 worst[name] = max(worst[name], error_of(operation, run(index), expected, prepared.work.problem))
-        for found in self.group.all_gather_object(worst):
-            worst = {name: max(worst[name], found[name]) for name in worst}
         tolerance = TOLERANCE[torch.bfloat16] if operation == EpOperation.COMBINE else 0.0
-        wrong = {name: error for name, error in worst.items() if not error <= tolerance}
-        if wrong:
-            listed = ", ".join(f"{name} {error:.1e}" for name, error in wrong.items())
-            raise WrongResult(f"{operation.value}, {prepared.work.problem}: error over {tolerance:.0e}: {listed}")
-        return worst
-
-    def _time(self, calls: dict[str, Run], prepared: Prepared, seed: int) -> dict[str, Timing]:
-        return take_turns(
-            calls,
-            timer=timer_of(self.group),
-            num_sets=len(prepared.work.sets),
-            rounds=self.settings.rounds,
-            warmup=self.settings.warmup,
-            seed=seed,
-        )
+        return self.session.check(f"{operation.value}, {prepared.work.problem}", worst, tolerance)
 
     def _moved_bytes(self, operation: EpOperation, prepared: Prepared) -> float:
-        problem, seed = prepared.work.problem, self.settings.seed
+        problem, seed = prepared.work.problem, self.session.settings.seed
         rows = [
             problem.rows_moved(self.group.rank, seed + index, operation, self.group.device)
             for index in range(len(prepared.work.sets))
@@ -220,9 +196,9 @@ class Bench:
         (min_tokens_per_part, num_sub_parts), *others = chosen
         settings = {
             "num_scale_up": 1,
-            "network": self.settings.network,
-            "num_sms": self.settings.num_sms,
-            "channels_per_sm": self.settings.channels_per_sm,
+            "network": self.plan.network,
+            "num_sms": self.plan.num_sms,
+            "channels_per_sm": self.plan.channels_per_sm,
             "min_tokens_per_part": min_tokens_per_part,
             "num_sub_parts": num_sub_parts,
         }
@@ -263,61 +239,38 @@ def _same_bits(found: Tensor | None, expected: Tensor | None) -> bool:
     return rows.dtype == expected.dtype and torch.equal(rows.view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
-def _method(settings: Settings, group: to.Group, link: Link) -> dict[str, Any]:
-    return {
-        "ranks": group.world_size,
-        "rounds": settings.rounds,
-        "warmup": settings.warmup,
-        "repetitions": settings.repetitions,
-        "seed": settings.seed,
-        "inputs": "normal rows, uniform routings, in turns over sets larger than twice the L2 cache",
-        "time": "median over rounds on the slowest rank, variants: its mean over ranks; see triton_overlap/timing.py",
-        "backend": group.backend.name,
-        "process_group": dist.get_backend(),
-        "gpus_are_shared": gpus_are_shared(group),
-        "over": link.name,
-        "gbps": link.gbps,
-    }
-
-
-def run(settings: Settings, console: Console) -> EpResults | None:
-    """Measure; collective. Returns the results on rank 0, None on the others.
+def run(session: Session, plan: Plan) -> EpResults:
+    """Measure; collective.
 
     Raises:
         WrongResult: a result is not the reference.
         ValueError: a problem that cannot be.
     """
-    backend = "nvshmem" if settings.network == "nvshmem" else "auto"
-    with ranks(backend=backend, share_gpus=True) as group:
-        problems = [EpProblem.parse(text, group.world_size) for text in settings.problems]
-        link = measure_link(group)
-        bench = Bench(group, settings, link)
-        rows: list[EpRow] = []
-        comparisons: list[Comparison] = []
-        if COMPARED in settings.parts and group.world_size == 1 and group.rank == 0:
-            console.print("no variants: one rank sends nothing by puts")
-        parts = [part for part in settings.parts if part == CALLS or group.world_size > 1]
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, disable=group.rank != 0) as progress:
-            task = progress.add_task("", total=len(problems) * len(parts))
-            for text, problem in zip(settings.problems, problems, strict=True):
-                prepared = Prepared.of(problem, group, settings.seed)
-                for part in parts:
-                    progress.update(task, description=f"{text}, {part}")
-                    if part == CALLS:
-                        rows += bench.measure_calls(prepared)
-                    else:
-                        comparisons += bench.measure_variants(prepared)
-                    progress.advance(task)
-        if group.rank != 0:
-            return None
-        return EpResults(
-            created=now(),
-            command=settings.command,
-            commit=settings.commit or environment.commit(),
-            hardware=environment.hardware(group.device),
-            versions=environment.versions(),
-            method=_method(settings, group, link),
-            rows=rows,
-            comparisons=comparisons,
-        )
+    group = session.group
+    problems = [EpProblem.parse(text, group.world_size) for text in plan.problems]
+    link = measure_link(group)
+    bench = Bench(session, plan, link)
+    rows: list[EpRow] = []
+    comparisons: list[Comparison] = []
+    parts = plan.parts
+    if COMPARED in parts and group.world_size == 1:
+        session.console.print("no variants: one rank sends nothing by puts")
+        parts = [part for part in parts if part != COMPARED]
+    steps = [(problem, part) for problem in problems for part in parts]
+    for problem, part in session.progress(steps, lambda step: f"T {step[0].tokens} x {step[0].hidden}, {step[1]}"):
+        if part == parts[0]:
+            prepared = Prepared.of(problem, group, session.settings.seed)
+        if part == CALLS:
+            rows += bench.measure_calls(prepared)
+        else:
+            comparisons += bench.measure_variants(prepared)
+    method = {
+        "ranks": group.world_size,
+        "repetitions": plan.repetitions,
+        "inputs": "normal rows, uniform routings, in turns over sets larger than twice the L2 cache",
+        "time": "median over rounds on the slowest rank, variants: its mean over ranks; see triton_overlap/timing.py",
+        "gpus_are_shared": gpus_are_shared(group),
+        "over": link.name,
+        "gbps": link.gbps,
+    }
+    return EpResults(rows=rows, comparisons=comparisons, **session.record(method))

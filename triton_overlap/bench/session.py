@@ -64,16 +64,21 @@ class Session:
 
     def time(self, calls: Mapping[str, Call], num_sets: int, sleep_cycles: int = SLEEP_CYCLES) -> dict[str, Timing]:
         """Each call's timing on the rank that was slowest at it; calls take turns over ``num_sets`` input sets."""
+        return slowest(self.group.all_gather_object(self.time_here(calls, num_sets, sleep_cycles=sleep_cycles)))
+
+    def time_here(
+        self, calls: Mapping[str, Call], num_sets: int, *, repetition: int = 0, sleep_cycles: int = SLEEP_CYCLES
+    ) -> dict[str, Timing]:
+        """The same on this rank; each ``repetition`` has an order of its own."""
         settings = self.settings
-        mine = take_turns(
+        return take_turns(
             calls,
             timer=timer_of(self.group, sleep_cycles),
             num_sets=num_sets,
             rounds=settings.rounds,
             warmup=settings.warmup,
-            seed=settings.seed,
+            seed=settings.seed + repetition,
         )
-        return slowest(self.group.all_gather_object(mine))
 
     def check(self, what: object, errors: Mapping[str, float], tolerance: float) -> dict[str, float]:
         """Each rival's largest error over the ranks.
@@ -100,16 +105,19 @@ class Session:
                 progress.advance(task)
 
     def results(self, kind: str, rows: Iterable[Any], method: Mapping[str, Any]) -> Results:
-        """The record of a run: ``rows``, and all that is needed to know what they mean."""
+        """The record of a run whose rows are of one kind."""
+        return Results(kind=kind, rows=list(rows), **self.record(method))
+
+    def record(self, method: Mapping[str, Any]) -> dict[str, Any]:
+        """All that is needed to know what a run's figures mean: the fields of ``Kept``."""
         settings = self.settings
-        return Results(
-            kind=kind,
-            created=now(),
-            command=settings.command,
-            commit=settings.commit or environment.commit(),
-            hardware=environment.hardware(self.device),
-            versions=environment.versions(),
-            method={
+        return {
+            "created": now(),
+            "command": settings.command,
+            "commit": settings.commit or environment.commit(),
+            "hardware": environment.hardware(self.device),
+            "versions": environment.versions(),
+            "method": {
                 "rounds": settings.rounds,
                 "warmup": settings.warmup,
                 "seed": settings.seed,
@@ -117,8 +125,7 @@ class Session:
                 "process_group": dist.get_backend(),
                 **method,
             },
-            rows=list(rows),
-        )
+        }
 
 
 def _largest(errors: list[float]) -> float:
