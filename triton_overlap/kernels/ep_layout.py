@@ -71,7 +71,7 @@ class EpWord(IntEnum):
     TAIL_SIGNALS = auto()  # int64 [S, C]: puts of a channel of a scale-out rank, where kernels are ordered
     ARRIVAL_SIGNALS = auto()  # int64 [U]: channels whose rows a scale-up rank has stored here
     BASES = auto()  # address of int64 [signals], this device only: each signal when the last call ended
-    CUT = auto()  # address of int32 [CUT_WORDS], this device only (ep_parts.py)
+    CUT = auto()  # address of a cut's int32 words (ep_parts.py), this device only
     CHANNEL_SIGNALS = auto()  # address of int32 [C], this device only: index of the signal of a channel's part 0
     # Offsets in int32 of the tensors of a routing, in the order of Routing's page:
     POSITIONS = auto()
@@ -87,9 +87,6 @@ class EpWord(IntEnum):
     ORIGINS = auto()
     FIRST_K = auto()
     EXPANDED = auto()
-
-
-NUM_WORDS = len(EpWord)
 
 
 def _aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:

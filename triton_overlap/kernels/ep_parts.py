@@ -1,7 +1,8 @@
 """The arithmetic of ``ep_geometry`` on runtime values: no token count and no geometry compiles a kernel anew.
 
-A channel's cut is six int32 words (:data:`CUT_WORDS`): parts N, the first slot of part 1, the step between later parts
-with its remainder, the sub-parts asked for and the smallest one. Where all parts have size B they are N, B, B, 0.
+A channel's cut is int32 words (:func:`cut_words`): parts N, the first slot of part 1, the step between later parts with
+its remainder, the size of the last part, the sub-parts asked for and the smallest one. Where all parts have size B, the
+first five are N, B, B, 0, B.
 """
 
 from __future__ import annotations
@@ -10,9 +11,6 @@ import triton
 import triton.language as tl
 
 from .ep_geometry import Geometry, Knobs
-
-#: Words of :func:`cut_words`.
-CUT_WORDS = 8
 
 
 def cut_words(geometry: Geometry, knobs: Knobs) -> list[int]:
