@@ -15,17 +15,9 @@ from tests.distributed import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
-    "README.md",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-    "docs/index.md",
-    "docs/choosing.md",
-    "docs/methods.md",
-    "docs/performance.md",
-    "docs/simulator.md",
-    "triton_overlap/comm/README.md",
-    "benchmarks/README.md",
-    "benchmarks/LOG.md",
+    str(path.relative_to(ROOT))
+    for folder in (".", "docs", "triton_overlap/comm", "benchmarks")
+    for path in sorted((ROOT / folder).glob("*.md"))
 ]
 
 
@@ -98,7 +90,7 @@ def test_the_readme_trains_like_one_process() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files(page: str) -> None:
     path = ROOT / page
-    prose = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)  # in code, `](` calls a kernel
+    prose = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL)  # in code, `](` calls a kernel
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", prose) if "://" not in link]
     missing = [link for link in links if not (path.parent / link).exists()]
     assert not missing
@@ -111,3 +103,13 @@ def test_make_targets_that_pages_name_exist() -> None:
             re.findall(r"(?:^ {4}|`)(?:[A-Z_]+=\S+ )?make ([a-z-]+)", (ROOT / page).read_text(), flags=re.MULTILINE)
         )
         assert named <= targets, page
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_source_files_that_pages_name_exist(page: str) -> None:
+    folders = ("benchmarks", "docs", "examples", "tests", "triton_overlap")  # and no environment that lies beside them
+    found = [*ROOT.glob("*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    there = [f"/{path.relative_to(ROOT)}" for path in found]
+    named = set(re.findall(r"`([\w/-]+\.(?:py|md|toml))`", (ROOT / page).read_text()))
+    missing = [name for name in named if not any(path.endswith(f"/{name}") for path in there)]
+    assert not missing
