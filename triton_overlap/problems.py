@@ -98,14 +98,17 @@ class Problem:
 
     @property
     def a_shape(self) -> tuple[int, int]:
+        """Of a rank's left operand: [T/W, K] where rows are gathered, else [T, K]."""
         return self.tokens // self.world_size if self.gathers else self.tokens, self.k
 
     @property
     def b_shape(self) -> tuple[int, int]:
+        """Of a rank's right operand: [K, N]."""
         return self.k, self.n
 
     @property
     def out_shape(self) -> tuple[int, int]:
+        """Of a rank's result: [T/W, N] where it is scattered, else [T, N]."""
         scatters = self.operation == OverlappedOperation.MATMUL_REDUCE_SCATTER
         return self.tokens // self.world_size if scatters else self.tokens, self.n
 
@@ -128,21 +131,22 @@ class Problem:
         return (rows * k + k * self.n) * self.dtype.itemsize
 
     def operands(self, rank: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """``rank``'s a and b of input set ``seed``; any rank can make them."""
+        """``rank``'s a and b of input set ``seed``, normal, on ``device``; any rank can make them."""
         generator = torch.Generator(device).manual_seed(seed * self.world_size + rank)
         a = torch.randn(self.a_shape, generator=generator, device=device, dtype=torch.float32).to(self.dtype)
         weight = torch.randn(self.b_shape[::-1], generator=generator, device=device, dtype=torch.float32)
         return a, weight.to(self.dtype).t()
 
     def inputs(self, rank: int, seed: int, device: torch.device) -> Inputs:
-        """Fresh random operands of ``rank``."""
+        """Fresh ``operands`` of ``rank``, and what its GEMM multiplies."""
         a, b = self.operands(rank, seed, device)
         if not self.gathers:
             return Inputs(a, b, a)
         return Inputs(a, b, torch.cat([self.operands(other, seed, device)[0] for other in range(self.world_size)]))
 
     def reference(self, rank: int, seed: int, device: torch.device, *, communicates: bool = True) -> Tensor:
-        """``rank``'s result in float64; without communication the product of its own operands alone."""
+        """``rank``'s result on the ``operands`` of input set ``seed``, in float64 on ``device``; unless it
+        ``communicates``, the product of its own operands alone."""
         if not communicates or self.gathers:
             inputs = self.inputs(rank, seed, device)
             return inputs.gathered.double() @ inputs.b.double()

@@ -62,7 +62,11 @@ class Event(Protocol):
 
 
 def of_log(log: Iterable[Event]) -> list[Span]:
-    """Each event of a simulated run as a span of one turn, in a lane for each task. A gap is where others had turns."""
+    """Each event of a simulated run as a span of one turn, in a lane for each task. A gap is where others had turns.
+
+    Args:
+        log: of the run, ``World.log``; the world must have been made with ``log=True``.
+    """
     return [
         Span(
             event.rank, event.task, event.what, event.turn, event.turn + 1, {"place": event.place, "ns": event.time_ns}
@@ -94,7 +98,7 @@ def of_tasks(rank: int, operation: str, rows: Sequence[Sequence[int]], kinds: Se
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """In Chrome's trace event format: complete events, and names of the ranks and lanes."""
+    """``spans`` in Chrome's trace event format: complete events, and names of the ranks and lanes."""
     lanes = sorted({(span.rank, span.lane) for span in spans})
     number = {lane: index for index, lane in enumerate(lanes)}
     events: list[dict[str, Any]] = [
@@ -121,7 +125,7 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def save(spans: Sequence[Span], path: str | Path) -> None:
-    """Write a Chrome trace."""
+    """Write ``spans`` as a Chrome trace to the file ``path``; its folder is made where there is none."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(chrome_trace(spans)) + "\n")
@@ -129,6 +133,12 @@ def save(spans: Sequence[Span], path: str | Path) -> None:
 
 def draw(spans: Sequence[Span], path: str | Path, *, title: str = "", unit: str = "us") -> None:
     """Draw a panel a rank and a row a lane, as an image of the type that ``path`` ends in. Needs the extra ``bench``.
+
+    Args:
+        spans: what to draw.
+        path: of the image; its folder is made where there is none.
+        title: above it.
+        unit: of the spans' ends, under it.
 
     Raises:
         ValueError: there are no spans.

@@ -66,6 +66,10 @@ class Effort:
         noise: how much slower than the fastest, in parts of 1, an earlier candidate may be and still be chosen.
         max_seconds: begin no other problem after this time, in seconds; None for no limit.
         seed: of inputs, and of the order of candidates in each round.
+
+    Raises:
+        TypeError: one of them is of another type.
+        ValueError: ``rounds`` below 1, ``warmup`` below 0, ``noise`` not in [0, 1), or ``max_seconds`` not positive.
     """
 
     rounds: int = 10

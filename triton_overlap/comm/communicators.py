@@ -117,7 +117,16 @@ def initialize_ub(
 
 
 def get_ub(name: str, *, group: Group | None = None) -> Communicator:
-    """The communicator of the GEMM ``name``."""
+    """The communicator of the GEMM ``name``, as TransformerEngine's ``get_ub``.
+
+    Args:
+        name: ``"qkv_fprop"``, ``"proj_dgrad"`` and so on (``comm/gemm_configs.py``).
+        group: whose; by default the one that ``initialize_ub`` made, else the only one that has communicators.
+
+    Raises:
+        RuntimeError: ``initialize_ub`` was not called, or not for ``group``.
+        ValueError: an unknown name, or no ``group`` where several could be meant; the message lists what is known.
+    """
     communicators = _set_of(group).communicators
     if not isinstance(name, str) or name not in communicators:
         raise ValueError(f"unknown user buffer {name!r}; known: {', '.join(communicators)}")
@@ -125,10 +134,12 @@ def get_ub(name: str, *, group: Group | None = None) -> Communicator:
 
 
 def set_ub_active_shape(shape: Sequence[int], *, group: Group | None = None) -> None:
-    """Set the active shape [active_tokens, hidden] of every communicator: no allocation, no registration.
+    """Set the active shape [active_tokens, hidden] of every communicator: no allocation, no registration. ``group``
+    as for ``get_ub``.
 
     Raises:
         ActiveShapeError: a rule is broken; every communicator stays as it was.
+        RuntimeError, ValueError: as ``get_ub``.
     """
     # The rules are the same for all: all or none pass.
     for communicator in _set_of(group).communicators.values():

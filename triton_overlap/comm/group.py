@@ -55,6 +55,10 @@ class Group:
         recoveries: how often the group has recovered.
         device_name: of the ranks' devices; where they differ, all names joined by " + ". The same on every rank.
         kept: what layers above keep, under keys of their own, for as long as the group lives.
+
+    Raises:
+        ValueError: ``timeout_s`` or ``check`` is none of these.
+        CommError: ranks did not come in time.
     """
 
     def __init__(self, backend: Backend, *, timeout_s: float = 300.0, check: str | None = None) -> None:
@@ -80,14 +84,17 @@ class Group:
 
     @property
     def rank(self) -> int:
+        """This rank's number in the group, from 0."""
         return self.backend.rank
 
     @property
     def world_size(self) -> int:
+        """Ranks of the group, W."""
         return self.backend.world_size
 
     @property
     def device(self) -> torch.device:
+        """Where this rank's buffers and operands are."""
         return self.backend.device
 
     @property
@@ -114,7 +121,7 @@ class Group:
             self.backend.barrier(self.timeout_s)
 
     def all_gather_object(self, value: Any, purpose: str = "exchange values") -> list[Any]:
-        """Every rank's picklable ``value``, in rank order."""
+        """Collective: every rank's picklable ``value``, in rank order. ``purpose`` and errors as of ``barrier``."""
         with self._meeting(purpose):
             return self.backend.all_gather_object(value, self.timeout_s)
 
@@ -131,7 +138,8 @@ class Group:
             raise type(error)(text) from error
 
     def symmetric_empty(self, num_bytes: int) -> SymmetricMemory:
-        """Collective: zero-filled symmetric memory, counted by :func:`symmetric_allocations`."""
+        """Collective: ``num_bytes`` of zero-filled symmetric memory on every rank, the same number on each, counted by
+        :func:`symmetric_allocations`. Errors as of ``barrier``."""
         global _allocations_made
         with self._meeting(f"allocate {num_bytes} bytes of symmetric memory"):
             memory = self.backend.symmetric_empty(num_bytes, self.timeout_s)
@@ -184,7 +192,8 @@ class Group:
         return sorted(self._buffers.values(), key=_description)
 
     def agree(self, what: str, value: Any) -> None:
-        """Collective: ``ValueError`` on every rank, listing all values, unless every rank passes an equal ``value``."""
+        """Collective: ``ValueError`` on every rank, listing all values, unless every rank passes an equal, picklable
+        ``value``; ``what`` it is, for the message."""
         self.agree_on(what, lambda: value)
 
     def agree_on(self, what: str, judge: Callable[[], _T], compared: Callable[[_T], Any] | None = None) -> _T:
@@ -224,7 +233,14 @@ class Group:
     def before_call(self, *, capturable: bool = False) -> None:
         """Raise what stands in the way of a call (a closed or broken group, a failure since the last call, another
         current device, a stream under capture unless ``capturable``), and make the current stream wait for the group's
-        previous call, which a stream under capture has none of."""
+        previous call, which a stream under capture has none of.
+
+        Raises:
+            ClosedError, GroupBrokenError: the group is closed, or broken.
+            CommError: an earlier call failed; this breaks the group.
+            ValueError: another device is the current one.
+            BackendError: the stream is under capture.
+        """
         if self.closed:
             raise ClosedError(f"{self.name} is closed; make a new one with init_group")
         if self.broken is not None:
@@ -269,7 +285,7 @@ class Group:
             self.broken = CommError(f"{what}; the group is broken: call group.recover() on every rank")
 
     def after_call(self) -> None:
-        """With ``check="sync"``, wait for the device and raise the call's own failure."""
+        """With ``check="sync"``, wait for the device and raise the call's own failure, a ``CommError``."""
         if self.check_mode == "sync" and not self._capturing():
             self.backend.synchronize()
             self._raise_failure()
@@ -286,7 +302,12 @@ class Group:
         raise error_for(record, self.rank)
 
     def check(self) -> None:
-        """Wait for the device and raise the failure of any call so far, this rank's or one that a peer reported."""
+        """Wait for the device and raise the failure of any call so far, this rank's or one that a peer reported.
+
+        Raises:
+            ClosedError: the group is closed.
+            CommError: a call failed, or the group was broken before; the message and ``record`` say where and why.
+        """
         if self.closed:
             raise ClosedError(f"{self.name} is closed")
         if self.broken is not None:
@@ -310,6 +331,7 @@ class Group:
         Where it raises, the group is broken, whether or not it was before, and every rank may call it again.
 
         Raises:
+            ClosedError: the group is closed.
             CommError: ranks did not come, or failed on the way.
             ValueError: a buffer is open on some ranks only; names it and them.
         """

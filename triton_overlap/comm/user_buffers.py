@@ -82,6 +82,10 @@ class UserBuffer:
         handle: a string that names this buffer in the process, for ``torch.ops``.
         memory: the symmetric allocation; ``layout`` says what lies where.
         table: int64 on the device, what kernels get (``layout.TableWord``).
+
+    Raises:
+        TypeError, ValueError: no buffer can have these (``rules.check_capacity``), or the ranks differ; on every rank.
+        BackendError: the current stream is under capture.
     """
 
     def __init__(
@@ -206,15 +210,22 @@ class UserBuffer:
         """Raise unless rows of ``shape`` [T, hidden] may go through this buffer. Local, before any communication.
 
         Args:
+            shape: of all rows of a call, on every rank the same.
+            dtype, device: of the tensor.
             forward: compare with an explicitly set active shape too. Backward and recomputation keep the count of their
                 own forward, whatever is set by then.
+
+        Raises:
+            ActiveShapeError: a rule of the active shape is broken.
+            ClosedError: the buffer was closed.
+            ValueError: dtype or device differ from the buffer's.
         """
         self.check_rules(shape, dtype, device, self._explicit_shape if forward else None)
 
     def check_rules(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, explicit: tuple[int, int] | None
     ) -> None:
-        """``validate`` against the active shape ``explicit``, or against the capacity alone."""
+        """``validate`` against the active shape ``explicit``, or, where it is None, against the capacity alone."""
         self._check_open()
         if dtype != self.dtype:
             raise ValueError(f"dtype must be the buffer's {self.dtype}, got {dtype}; cast, or register another buffer")

@@ -165,6 +165,7 @@ class ExpertBuffer:
         Every rank could send all its tokens to one, so they grow with the world size.
 
         Args:
+            world_size: ranks of the group.
             settings: arguments of the constructor, but for the group, ``network``, ``allow_hybrid_mode``,
                 ``deterministic`` and ``timeout_s``; the same are required.
 
@@ -239,7 +240,7 @@ class ExpertBuffer:
         self.group.after_call()
 
     def most_rows(self, *, expand: bool, expert_alignment: int = 1) -> int:
-        """Rows that a dispatch can receive at most: what it returns without ``cpu_sync``."""
+        """Rows that a dispatch with these arguments can receive at most: what it returns without ``cpu_sync``."""
         return self.settings.most_rows(expand=expand, expert_alignment=expert_alignment)
 
     # ---- dispatch

@@ -99,7 +99,11 @@ class Method:
 
     @classmethod
     def parse(cls, text: str) -> Method:
-        """The method that ``text`` names, as ``str`` writes it."""
+        """The method that ``text`` names, as ``str`` writes it.
+
+        Raises:
+            TypeError, ValueError: as the constructor; and for a text of another form.
+        """
         if not isinstance(text, str):
             raise TypeError(
                 f"a method must be text, got {text!r}; give a name, or what str() of a Method writes; known methods: "

@@ -78,7 +78,7 @@ class Table:
         source: where it comes from, for explanations; not part of the file.
 
     Raises:
-        ValueError: two rows for one product and token count.
+        ValueError: a device, world size or ``about`` of another type, or two rows for one product and token count.
     """
 
     device: str
@@ -109,7 +109,7 @@ class Table:
 
     @classmethod
     def from_json(cls, data: Any, source: str) -> Table:
-        """The inverse of ``to_json``.
+        """The inverse of ``to_json``: the table in ``data``, which came from ``source``.
 
         Raises:
             ValueError: another version, or not a table; names ``source`` and the row.
@@ -136,7 +136,7 @@ class Table:
             raise ValueError(f"{source}: {error}") from error
 
     def save(self, path: Path) -> None:
-        """Write a file, one row a line."""
+        """Write the file ``path``, JSON with one row a line; its folder is made where there is none."""
         data = self.to_json()
         rows = ",\n".join("  " + json.dumps(row) for row in data.pop("rows"))
         head = json.dumps(data, indent=1).removesuffix("\n}")
@@ -145,7 +145,7 @@ class Table:
 
     @classmethod
     def load(cls, path: Path) -> Table:
-        """Read a file.
+        """Read the file ``path``, as ``save`` writes it.
 
         Raises:
             ValueError: it cannot be read, is no table, or has another version.

@@ -83,6 +83,7 @@ class GemmMethods:
 
     @property
     def gathers_beside_dgrad(self) -> bool:
+        """Whether x is gathered once more beside dgrad, by the bulk method."""
         return self.dgrad is not None and Method.parse(self.dgrad).name == "bulk"
 
     def __str__(self) -> str:

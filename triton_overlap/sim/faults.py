@@ -100,13 +100,14 @@ class SignalFault(Fault):
 
 @dataclass(frozen=True)
 class LoseSignal(SignalFault):
-    """The signal never happens; its sender does not notice."""
+    """The signal never happens; its sender does not notice. Args as of :class:`SignalFault`."""
 
 
 @dataclass(frozen=True)
 class DoubleSignal(SignalFault):
     """The signal happens twice: a counter counts twice, a flag is written twice with other tasks in between. A put's
-    signal counts again some turns later, or, where the seed says so, only when nothing else in the world can move."""
+    signal counts again some turns later, or, where the seed says so, only when nothing else in the world can move.
+    Args as of :class:`SignalFault`."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,10 @@ class TearHeader(SignalFault):
     Args:
         first: ``"lower"`` or ``"upper"`` half.
         lost: the other half never arrives. The signal of a put comes all the same; lose that one too for a put that
-            never ends.
+            never ends. The others as of :class:`SignalFault`.
+
+    Raises:
+        ValueError: another half.
     """
 
     first: str = "lower"

@@ -84,7 +84,7 @@ class World:
         return _Run(self.settings, enter, fn, lambda group: group.close()).run(self, return_exceptions)
 
     def run_backends(self, fn: Callable[[SimBackend], Any], *, return_exceptions: bool = False) -> list[Any]:
-        """As :meth:`run`, with the bare backend in place of a group."""
+        """As :meth:`run`, with the bare backend in place of a group: ``fn(backend)``, which closes what it opens."""
 
         def enter(backend: SimBackend) -> SimBackend:
             return backend
