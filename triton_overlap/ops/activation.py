@@ -55,7 +55,7 @@ def _features(x: Tensor, gated: bool) -> int:
 
 
 @operator("activation")
-def activation_op(x: Tensor, name: str, gated: bool, active_tokens: Tensor | None, shards: int) -> Tensor:
+def activation_op(x: Tensor, name: str, gated: bool, active_tokens: Tensor | None = None, shards: int = 1) -> Tensor:
     """``torch.ops.triton_overlap.activation``: both functions of this file; the gated names with ``gated``."""
     operation = _operation(gated)
     function = _function(name, gated)
@@ -68,13 +68,13 @@ def activation_op(x: Tensor, name: str, gated: bool, active_tokens: Tensor | Non
 
 
 @activation_op.register_fake
-def _fake(x: Tensor, name: str, gated: bool, active_tokens: Tensor | None, shards: int) -> Tensor:
+def _fake(x: Tensor, name: str, gated: bool, active_tokens: Tensor | None = None, shards: int = 1) -> Tensor:
     return x.new_empty((x.shape[0], _features(x, gated)))
 
 
 @operator("activation_backward")
 def activation_backward_op(
-    grad: Tensor, x: Tensor, name: str, gated: bool, active_tokens: Tensor | None, shards: int
+    grad: Tensor, x: Tensor, name: str, gated: bool, active_tokens: Tensor | None = None, shards: int = 1
 ) -> Tensor:
     """``torch.ops.triton_overlap.activation_backward``: the gradient of ``x``, fresh."""
     check_same(f"{_operation(gated)}_backward", "grad", grad, x, (x.shape[0], _features(x, gated)))
@@ -84,7 +84,7 @@ def activation_backward_op(
 
 @activation_backward_op.register_fake
 def _backward_fake(
-    grad: Tensor, x: Tensor, name: str, gated: bool, active_tokens: Tensor | None, shards: int
+    grad: Tensor, x: Tensor, name: str, gated: bool, active_tokens: Tensor | None = None, shards: int = 1
 ) -> Tensor:
     return x.new_empty(x.shape)
 

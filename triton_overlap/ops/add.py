@@ -26,7 +26,7 @@ _NAME = "add"
 
 
 @operator("add")
-def add_op(x: Tensor, y: Tensor, active_tokens: Tensor | None, shards: int) -> Tensor:
+def add_op(x: Tensor, y: Tensor, active_tokens: Tensor | None = None, shards: int = 1) -> Tensor:
     """``torch.ops.triton_overlap.add``: the active rows of ``x`` + ``y``, fresh."""
     check_matrix(_NAME, "x", x)
     check_same(_NAME, "y", y, x)
@@ -35,7 +35,7 @@ def add_op(x: Tensor, y: Tensor, active_tokens: Tensor | None, shards: int) -> T
 
 
 @add_op.register_fake
-def _fake(x: Tensor, y: Tensor, active_tokens: Tensor | None, shards: int) -> Tensor:
+def _fake(x: Tensor, y: Tensor, active_tokens: Tensor | None = None, shards: int = 1) -> Tensor:
     return x.new_empty(x.shape)
 
 

@@ -28,7 +28,12 @@ _REDUCTIONS = ("mean", "sum")
 
 @operator("cross_entropy")
 def cross_entropy_op(
-    logits: Tensor, labels: Tensor, ignore_index: int, reduction: str, active_tokens: Tensor | None, shards: int
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    reduction: str,
+    active_tokens: Tensor | None = None,
+    shards: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.triton_overlap.cross_entropy``: the loss, normalizers [2, C] and scale []."""
     if reduction not in _REDUCTIONS:
@@ -43,7 +48,12 @@ def cross_entropy_op(
 
 @cross_entropy_op.register_fake
 def _fake(
-    logits: Tensor, labels: Tensor, ignore_index: int, reduction: str, active_tokens: Tensor | None, shards: int
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    reduction: str,
+    active_tokens: Tensor | None = None,
+    shards: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     normalizers = logits.new_empty((2, logits.shape[0]), dtype=torch.float32)
     return normalizers.new_empty(()), normalizers, normalizers.new_empty(())
@@ -57,8 +67,8 @@ def cross_entropy_backward_op(
     ignore_index: int,
     normalizers: Tensor,
     scale: Tensor,
-    active_tokens: Tensor | None,
-    shards: int,
+    active_tokens: Tensor | None = None,
+    shards: int = 1,
 ) -> Tensor:
     """``torch.ops.triton_overlap.cross_entropy_backward``: the gradient of ``logits``, fresh."""
     return cross_entropy_kernel.launch_gradient(
@@ -74,8 +84,8 @@ def _backward_fake(
     ignore_index: int,
     normalizers: Tensor,
     scale: Tensor,
-    active_tokens: Tensor | None,
-    shards: int,
+    active_tokens: Tensor | None = None,
+    shards: int = 1,
 ) -> Tensor:
     return logits.new_empty(logits.shape)
 

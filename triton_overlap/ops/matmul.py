@@ -35,8 +35,8 @@ def matmul_op(
     b: Tensor,
     bias: Tensor | None,
     main_grad: Tensor | None,
-    active_tokens: Tensor | None,
-    shards: int,
+    active_tokens: Tensor | None = None,
+    shards: int = 1,
 ) -> Tensor:
     """``torch.ops.triton_overlap.matmul``: the active rows of ``a @ b + bias``, fresh."""
     check_matrix(_NAME, "a", a)
@@ -61,8 +61,8 @@ def _fake(
     b: Tensor,
     bias: Tensor | None,
     main_grad: Tensor | None,
-    active_tokens: Tensor | None,
-    shards: int,
+    active_tokens: Tensor | None = None,
+    shards: int = 1,
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]))
 

@@ -37,7 +37,7 @@ def _check(
 
 @operator("layer_norm")
 def layer_norm_op(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, active_tokens: Tensor | None, shards: int
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, active_tokens: Tensor | None = None, shards: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.triton_overlap.layer_norm``: the normalised rows, and float32 [C] rstd and mean of each."""
     _check("layer_norm", x, weight, bias, active_tokens, shards)
@@ -50,7 +50,7 @@ def layer_norm_op(
 
 @layer_norm_op.register_fake
 def _layer_norm_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, active_tokens: Tensor | None, shards: int
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, active_tokens: Tensor | None = None, shards: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     rstd = x.new_empty((x.shape[0],), dtype=torch.float32)
     return x.new_empty(x.shape), rstd, torch.empty_like(rstd)
@@ -58,7 +58,7 @@ def _layer_norm_fake(
 
 @operator("rms_norm")
 def rms_norm_op(
-    x: Tensor, weight: Tensor, eps: float, active_tokens: Tensor | None, shards: int
+    x: Tensor, weight: Tensor, eps: float, active_tokens: Tensor | None = None, shards: int = 1
 ) -> tuple[Tensor, Tensor]:
     """``torch.ops.triton_overlap.rms_norm``: the normalised rows, and float32 [C] rstd of each."""
     _check("rms_norm", x, weight, None, active_tokens, shards)
@@ -70,7 +70,7 @@ def rms_norm_op(
 
 @rms_norm_op.register_fake
 def _rms_norm_fake(
-    x: Tensor, weight: Tensor, eps: float, active_tokens: Tensor | None, shards: int
+    x: Tensor, weight: Tensor, eps: float, active_tokens: Tensor | None = None, shards: int = 1
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty((x.shape[0],), dtype=torch.float32)
 
@@ -83,8 +83,8 @@ def norm_backward_op(
     rstd: Tensor,
     mean: Tensor | None,
     wanted: list[bool],
-    active_tokens: Tensor | None,
-    shards: int,
+    active_tokens: Tensor | None = None,
+    shards: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.triton_overlap.norm_backward``: gradients of x, weight and bias, each empty unless ``wanted``.
 
@@ -115,8 +115,8 @@ def _norm_backward_fake(
     rstd: Tensor,
     mean: Tensor | None,
     wanted: list[bool],
-    active_tokens: Tensor | None,
-    shards: int,
+    active_tokens: Tensor | None = None,
+    shards: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wants_x, wants_weight, wants_bias = wanted
     return (

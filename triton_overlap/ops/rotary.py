@@ -54,7 +54,7 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
 
 @operator("rotary")
 def rotary_op(
-    x: Tensor, angles: Tensor, cu_seqlens: Tensor | None, inverse: bool, active_tokens: Tensor | None
+    x: Tensor, angles: Tensor, cu_seqlens: Tensor | None, inverse: bool, active_tokens: Tensor | None = None
 ) -> Tensor:
     """``torch.ops.triton_overlap.rotary``: ``x`` [C, heads, D] turned, the other way with ``inverse``; fresh."""
     check_matrix("rotary", "x", x, ("tokens", "heads", "head size"))
@@ -74,7 +74,7 @@ def rotary_op(
 
 @rotary_op.register_fake
 def _rotary_fake(
-    x: Tensor, angles: Tensor, cu_seqlens: Tensor | None, inverse: bool, active_tokens: Tensor | None
+    x: Tensor, angles: Tensor, cu_seqlens: Tensor | None, inverse: bool, active_tokens: Tensor | None = None
 ) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -101,7 +101,7 @@ def _parts(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @operator("rotary_qkv")
 def rotary_qkv_op(
-    qkv: Tensor, angles: Tensor | None, cu_seqlens: Tensor | None, active_tokens: Tensor | None
+    qkv: Tensor, angles: Tensor | None, cu_seqlens: Tensor | None, active_tokens: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.triton_overlap.rotary_qkv``: query and key, turned, and value; fresh."""
     check_matrix("rotary_qkv", "qkv", qkv, ("tokens", "key/value heads", "heads of each", "head size"))
@@ -121,7 +121,7 @@ def rotary_qkv_op(
 
 @rotary_qkv_op.register_fake
 def _rotary_qkv_fake(
-    qkv: Tensor, angles: Tensor | None, cu_seqlens: Tensor | None, active_tokens: Tensor | None
+    qkv: Tensor, angles: Tensor | None, cu_seqlens: Tensor | None, active_tokens: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, groups, heads, size = qkv.shape
     return (
@@ -138,7 +138,7 @@ def rotary_qkv_backward_op(
     value_grad: Tensor,
     angles: Tensor | None,
     cu_seqlens: Tensor | None,
-    active_tokens: Tensor | None,
+    active_tokens: Tensor | None = None,
 ) -> Tensor:
     """``torch.ops.triton_overlap.rotary_qkv_backward``: the gradient of ``qkv``, fresh."""
     tokens, groups, size = key_grad.shape
@@ -158,7 +158,7 @@ def _rotary_qkv_backward_fake(
     value_grad: Tensor,
     angles: Tensor | None,
     cu_seqlens: Tensor | None,
-    active_tokens: Tensor | None,
+    active_tokens: Tensor | None = None,
 ) -> Tensor:
     tokens, groups, size = key_grad.shape
     return key_grad.new_empty((tokens, groups, query_grad.shape[1] // groups + 2, size))

@@ -66,7 +66,7 @@ def _weight_gradient_fake(
 
 
 @operator("row_weight_gradient")
-def row_weight_gradient(a: Tensor, g: Tensor, active_tokens: Tensor | None, shards: int = 1) -> Tensor:
+def row_weight_gradient(a: Tensor, g: Tensor, active_tokens: Tensor | None = None, shards: int = 1) -> Tensor:
     """``torch.ops.triton_overlap.row_weight_gradient``: ``a^T g`` over the active rows -> [K, N], fresh."""
     if a.dim() != 2 or g.dim() != 2 or a.shape[0] != g.shape[0] or a.dtype != g.dtype or a.device != g.device:
         raise ValueError(
@@ -78,12 +78,12 @@ def row_weight_gradient(a: Tensor, g: Tensor, active_tokens: Tensor | None, shar
 
 
 @row_weight_gradient.register_fake
-def _row_weight_gradient_fake(a: Tensor, g: Tensor, active_tokens: Tensor | None, shards: int = 1) -> Tensor:
+def _row_weight_gradient_fake(a: Tensor, g: Tensor, active_tokens: Tensor | None = None, shards: int = 1) -> Tensor:
     return a.new_empty((a.shape[1], g.shape[1]))
 
 
 @operator("row_bias_gradient")
-def row_bias_gradient(g: Tensor, active_tokens: Tensor | None, shards: int = 1) -> Tensor:
+def row_bias_gradient(g: Tensor, active_tokens: Tensor | None = None, shards: int = 1) -> Tensor:
     """``torch.ops.triton_overlap.row_bias_gradient``: the sum of the active rows of ``g`` -> [N], fresh."""
     check_matrix("row_bias_gradient", "g", g)
     check_active_tokens("row_bias_gradient", g, active_tokens, shards)
@@ -91,7 +91,7 @@ def row_bias_gradient(g: Tensor, active_tokens: Tensor | None, shards: int = 1) 
 
 
 @row_bias_gradient.register_fake
-def _row_bias_gradient_fake(g: Tensor, active_tokens: Tensor | None, shards: int = 1) -> Tensor:
+def _row_bias_gradient_fake(g: Tensor, active_tokens: Tensor | None = None, shards: int = 1) -> Tensor:
     return g.new_empty((g.shape[1],))
 
 
