@@ -15,7 +15,7 @@ from .layout import BufferLayout
 _MOST_ROWS = 2**31 - 1
 #: Bytes at most: what a process can address. Backends refuse less, where they find no room.
 _MOST_BYTES = 2**47
-#: dtypes a buffer may have.
+#: dtypes that a buffer may have, and the rows that kernels take.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -92,7 +92,7 @@ def check_capacity(
     return sizes[0], sizes[1], dtype, device_count
 
 
-def check_active_tokens(active_tokens: torch.Tensor, device: torch.device) -> None:
+def check_count_scalar(active_tokens: torch.Tensor, device: torch.device) -> None:
     """ValueError unless ``active_tokens`` is one int32 element on ``device``. Its value stays unread."""
     if active_tokens.dtype != torch.int32:
         raise ValueError(f"active_tokens must be torch.int32, got {active_tokens.dtype}; cast it")

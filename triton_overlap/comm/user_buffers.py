@@ -17,7 +17,7 @@ import torch
 from ..errors import ActiveShapeError, ClosedError
 from .gemm_configs import GemmConfig
 from .layout import STATE_WORDS, BufferLayout, StateWord, TableWord
-from .rules import check_active_shape, check_active_tokens, check_capacity
+from .rules import check_active_shape, check_capacity, check_count_scalar
 
 if TYPE_CHECKING:
     from .group import Group
@@ -244,7 +244,7 @@ class UserBuffer:
 
     def check_count(self, active_tokens: torch.Tensor | None) -> None:
         """ValueError unless ``active_tokens`` is given where, and only where, this buffer's calls want it, and is as
-        ``check_active_tokens`` wants it."""
+        ``check_count_scalar`` wants it."""
         if active_tokens is None:
             if self.device_count:
                 raise ValueError(
@@ -257,7 +257,7 @@ class UserBuffer:
                 f"active_tokens needs a buffer with device_count=True, and {self.handle} has none: register one with "
                 "group.user_buffer(..., device_count=True)"
             )
-        check_active_tokens(active_tokens, self.group.device)
+        check_count_scalar(active_tokens, self.group.device)
 
     def call(self) -> CallScope:
         """Everything that one collective call launches goes inside ``with buffer.call() as call:``.

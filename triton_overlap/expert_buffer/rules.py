@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from ..comm.rules import DTYPES
 from ..kernels.ep_dispatch import Payload
 from .handle import EpHandle
-from .settings import DTYPES, MOST_INT32, SCALE_COLUMNS, Settings
+from .settings import MOST_INT32, SCALE_COLUMNS, Settings
 
 FP8 = torch.float8_e4m3fn
 _MAX_BIASES = 2

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from ..comm.network import NetworkProperties
+from ..comm.rules import DTYPES
 from ..kernels.ep_geometry import Knobs, check_scale_out, plan
 from ..kernels.ep_layout import EpLayout
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Columns of a row that share a scale factor.
 SCALE_COLUMNS = 128
 #: Rows, and words of a routing, are numbered in int32.

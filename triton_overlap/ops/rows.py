@@ -7,12 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..comm import rules
+from ..comm.rules import DTYPES, check_count_scalar
 from .validation import check_dense
 
 __all__ = ["check_active_tokens", "check_device", "check_integers", "check_matrix", "check_same", "check_vector"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_active_tokens(operation: str, x: Tensor, active_tokens: Tensor | None, shards: int) -> None:
@@ -22,7 +20,7 @@ def check_active_tokens(operation: str, x: Tensor, active_tokens: Tensor | None,
     if active_tokens is None:
         return
     try:
-        rules.check_active_tokens(active_tokens, x.device)
+        check_count_scalar(active_tokens, x.device)
     except ValueError as error:
         raise ValueError(f"{operation}: {error}") from None
 
@@ -39,8 +37,8 @@ def check_matrix(
     check_dense(operation, name, x)
     if 0 in x.shape[1 if may_be_empty else 0 :]:
         raise ValueError(f"{operation}: {name} must not be empty, got {list(x.shape)}")
-    if x.dtype not in _DTYPES:
-        raise ValueError(f"{operation}: {name} must be one of {', '.join(map(str, _DTYPES))}, got {x.dtype}; cast it")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{operation}: {name} must be one of {', '.join(map(str, DTYPES))}, got {x.dtype}; cast it")
 
 
 def check_vector(operation: str, name: str, vector: Tensor, x: Tensor) -> None:
