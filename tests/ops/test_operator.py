@@ -42,3 +42,18 @@ def test_defaults_may_be_given_or_left_out(rest: tuple[None, ...]) -> None:
     torch.testing.assert_close(out, expected)
     found = torch.autograd.grad(out.square().sum(), [q, k, v])
     torch.testing.assert_close(found, torch.autograd.grad(expected.square().sum(), [q, k, v]))
+
+
+def test_counts_come_last_in_every_schema() -> None:
+    schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("triton_overlap::")]
+    counted = 0
+    for schema in schemas:
+        names = [argument.name for argument in schema.arguments]
+        if "active_tokens" in names:
+            last = schema.arguments[names.index("active_tokens") :]
+            found = [(argument.name, argument.default_value) for argument in last]
+            assert found == [("active_tokens", None), ("shards", 1)][: len(found)], schema
+            counted += 1
+        else:
+            assert "shards" not in names, schema
+    assert counted

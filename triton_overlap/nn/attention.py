@@ -95,7 +95,7 @@ def packed_attention(
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _variable_length_kernel(query, key, value, cu_seqlens, max_seqlen, causal, scale)
     out: Tensor = torch.ops.triton_overlap.packed_attention(
-        query, key, value, cu_seqlens, causal, scale, active_tokens, max_seqlen
+        query, key, value, cu_seqlens, causal, scale, max_seqlen, active_tokens
     )
     return out
 
@@ -137,8 +137,8 @@ def packed_attention_op(
     cu_seqlens: Tensor,
     causal: bool,
     scale: float,
-    active_tokens: Tensor | None = None,
     max_seqlen: int | None = None,
+    active_tokens: Tensor | None = None,
 ) -> Tensor:
     """``torch.ops.triton_overlap.packed_attention``: document by document; arguments as in ``packed_attention``."""
     tokens = query.shape[0] if active_tokens is None else int(active_tokens)
@@ -162,8 +162,8 @@ def _fake(
     cu_seqlens: Tensor,
     causal: bool,
     scale: float,
-    active_tokens: Tensor | None = None,
     max_seqlen: int | None = None,
+    active_tokens: Tensor | None = None,
 ) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
@@ -229,7 +229,7 @@ def _document_gradients(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.causal, ctx.scale, active_tokens, _ = inputs
+    *tensors, ctx.causal, ctx.scale, _, active_tokens = inputs
     ctx.save_for_backward(*tensors, active_tokens)
 
 
