@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed import Ranks
-from tests.nn import state_bodies, use_bodies, value_bodies
+from tests.distributed import Ranks, run_ranks
+from tests.nn import state_bodies, use_bodies, value_bodies, wrapper_bodies
 from tests.nn.cases import BULK, ROW, RS_DGRAD, Case
 from tests.nn.plain import Shape
 from tests.ops.cases import Body, in_simulator, on_ranks
@@ -182,6 +182,16 @@ def test_state(body: Body) -> None:
     on_ranks(2, body, CPU)
 
 
+def test_replaced_parameters() -> None:
+    on_ranks(2, wrapper_bodies.replaced)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_fully_sharded(ranks: int) -> None:
+    run_ranks(ranks, wrapper_bodies.fully_sharded, 2)
+
+
 def test_compiled() -> None:
     on_ranks(2, use_bodies.compiled, replace(PACKED_LLAMA, tokens=(12, 16, 7)), FP32)
 
@@ -218,6 +228,11 @@ def test_modes_on_gpus(gpu_ranks: Ranks, body: Body) -> None:
 @pytest.mark.parametrize("body", STATE, ids=lambda body: body.__name__)
 def test_state_on_gpus(body: Body) -> None:
     on_ranks(Ranks(2, "cuda"), body, GPU)
+
+
+@pytest.mark.gpu
+def test_replaced_parameters_on_gpus(gpu_ranks: Ranks) -> None:
+    on_ranks(gpu_ranks, wrapper_bodies.replaced)
 
 
 @pytest.mark.gpu

@@ -11,10 +11,11 @@ from .convert import (
     to_encoder_layer,
     to_llama_block,
 )
-from .gradients import all_reduce_replicated_gradients, mark_sequence_parallel
+from .gradients import all_reduce_replicated_gradients
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import ColumnParallelLinear, Linear, RowParallelLinear
+from .marks import mark_parameters, mark_sequence_parallel
 from .moe import MoE, RouterSettings
 from .multihead_attention import MultiheadAttention
 from .rotary import RotaryPositionEmbedding
@@ -35,6 +36,7 @@ __all__ = [
     "from_encoder_layer",
     "from_llama_block",
     "gather_state_dict",
+    "mark_parameters",
     "mark_sequence_parallel",
     "shard_state_dict",
     "to_encoder_layer",

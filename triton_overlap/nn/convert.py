@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..comm.group import Group
 from .arguments import check_group, check_module, check_size, check_switches
+from .marks import mark_parameters
 from .sharding import join_shards, take_shard
 
 __all__ = [
@@ -74,7 +75,8 @@ def shard_state_dict(full: Mapping[str, Tensor], module: nn.Module, group: Group
     Args:
         full: whole parameters under the names of ``module.state_dict()``; any device and dtype.
         module: any module; its parameters say how they are split (``tensor_parallel_dim``, ``tensor_parallel_parts``),
-            and what has no such mark is taken whole.
+            and what has no such mark is taken whole. That another group shards them too, as ``fully_shard`` does,
+            makes no difference: shapes and values are those before.
         group: the ranks that the module is split over.
 
     Returns:
@@ -138,7 +140,8 @@ def gather_state_dict(module: nn.Module, group: Group) -> dict[str, Tensor]:
     result = {}
     for name, tensor in own.items():
         dim, parts = _split_of(marks.get(name))
-        mine = tensor.detach().cpu()
+        # Of a DTensor, whose class is slow to import, the values before it was sharded.
+        mine = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu()
         # One tensor at a time bounds the hosts' memory.
         result[name] = mine.clone() if dim is None else join_shards(group.all_gather_object(mine), dim, parts)
     return result
@@ -172,6 +175,7 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 def _marks_of(module: nn.Module) -> dict[str, nn.Parameter]:
     """All parameters; one that has two names, as tied weights do, under both."""
+    mark_parameters(module)
     return dict(module.named_parameters(remove_duplicate=False))
 
 

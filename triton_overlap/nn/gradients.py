@@ -16,20 +16,11 @@ from torch import Tensor, nn
 from ..comm.group import Group
 from ..ops import all_gather, reduce_scatter
 from .arguments import check_group, check_module
+from .marks import mark_parameters
 
-__all__ = ["all_reduce_replicated_gradients", "mark_sequence_parallel"]
+__all__ = ["all_reduce_replicated_gradients"]
 
 _NAME = "all_reduce_replicated_gradients"
-
-
-def mark_sequence_parallel(module: nn.Module) -> None:
-    """Mark all of a module's parameters as applied to this rank's tokens only: a final norm or an embedding, say.
-
-    ``to_empty`` and ``load_state_dict(assign=True)`` make new parameters of plain modules: mark them afterwards.
-    """
-    check_module("mark_sequence_parallel", module)
-    for parameter in module.parameters():
-        parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
@@ -43,7 +34,8 @@ def all_reduce_replicated_gradients(module: nn.Module, group: Group) -> None:
 
     Args:
         module: the model. A marked parameter without a gradient is left alone; which ones have a gradient must be the
-            same on every rank.
+            same on every rank. Gradients that another group shards too, as ``fully_shard`` does, are summed shard by
+            shard.
         group: the ranks that the modules are split over.
 
     Raises:
@@ -72,11 +64,14 @@ def all_reduce_replicated_gradients(module: nn.Module, group: Group) -> None:
 def _marked_gradients(module: object, group: Group) -> dict[str, Tensor]:
     check_module(_NAME, module)
     assert isinstance(module, nn.Module)
+    mark_parameters(module)
     grads = {}
     for name, parameter in module.named_parameters():
         grad = parameter.grad
         if grad is None or not getattr(parameter, "sequence_parallel", False):
             continue
+        if hasattr(grad, "to_local"):  # a DTensor, whose class is slow to import: this rank's shard, in place
+            grad = grad.to_local()
         if grad.layout != torch.strided or grad.device != group.device:
             raise ValueError(
                 f"{_NAME}: the gradient of {name} must be dense and on {group.device}, got one of layout {grad.layout} "

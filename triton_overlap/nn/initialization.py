@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm.group import Group
 
-__all__ = ["common_generator"]
+__all__ = ["common_generator", "initial_values"]
 
 
 @contextmanager
@@ -32,6 +33,21 @@ def common_generator(group: Group, device: torch.device) -> Iterator[torch.Gener
     yield generator
     if torch.equal(own_state, common_state):
         _set_generator_state(device, generator.get_state())
+
+
+@contextmanager
+def initial_values(parameter: Any) -> Iterator[Tensor]:
+    """Where to write all values of ``parameter``: in place; or, where another group shards it, as ``fully_shard`` does,
+    in a tensor of which this rank keeps its shard afterwards."""
+    if not hasattr(parameter, "device_mesh"):
+        yield parameter
+        return
+    from torch.distributed.tensor import distribute_tensor  # slow to import
+
+    values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    yield values
+    # None: each rank has drawn all of them.
+    parameter.copy_(distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None))
 
 
 def _with_values(device: torch.device) -> str:

@@ -18,11 +18,9 @@ Backward communicates as forward does: combine becomes dispatch, and dispatch co
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,12 +42,12 @@ from .arguments import (
     check_switches,
     device_of,
 )
-from .initialization import common_generator
+from .initialization import common_generator, initial_values
+from .marks import MarkedModule, mark
 from .settings import multiplied_dtype
 
 __all__ = ["MoE", "RouterSettings"]
 
-_Marked = TypeVar("_Marked", bound="_MarkedModule")
 #: Key of the expert buffers in what a group keeps.
 _KEPT = "nn.MoE"
 
@@ -84,8 +82,8 @@ class RouterSettings:
         check_number(kind, "balance_coefficient", self.balance_coefficient)
 
 
-class _MarkedModule(nn.Module):
-    """Parameters that say how they are split, and keep saying so when they are replaced."""
+class _Part(MarkedModule):
+    """A part of the layer, whose parameters are all split in one way."""
 
     #: Dimension of every parameter that the ranks split. None: each rank holds the whole and sees its own tokens, so
     #: its gradient is a partial sum.
@@ -93,28 +91,10 @@ class _MarkedModule(nn.Module):
 
     def _mark_parameters(self) -> None:
         for parameter in self.parameters(recurse=False):
-            parameter.tensor_parallel_dim = self._split_dim  # type: ignore[attr-defined]
-            parameter.tensor_parallel_parts = 1  # type: ignore[attr-defined]
-            parameter.sequence_parallel = self._split_dim is None  # type: ignore[attr-defined]
-
-    def __deepcopy__(self: _Marked, memo: dict[int, Any]) -> _Marked:
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        copied._mark_parameters()
-        return copied
-
-    def _apply(self: _Marked, fn: Callable[..., Any], recurse: bool = True) -> _Marked:
-        super()._apply(fn, recurse)
-        self._mark_parameters()
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._mark_parameters()
+            mark(parameter, self._split_dim, 1, self._split_dim is None)
 
 
-class _Router(_MarkedModule):
+class _Router(_Part):
     """Scores of a rank's tokens, [T, hidden] -> topk_idx int64 [T, K], topk_weights float32 [T, K]."""
 
     def __init__(
@@ -131,7 +111,8 @@ class _Router(_MarkedModule):
         )
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        _draw(self.weight, self.weight.shape[1], generator)
+        with initial_values(self.weight) as weight:
+            _draw(weight, weight.shape[1], generator)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """topk_idx, topk_weights, and this rank's share of the balance loss, if there is one."""
@@ -165,7 +146,7 @@ class _Router(_MarkedModule):
         return f"num_experts={self.num_experts}, top_k={self.top_k}, {self.settings}"
 
 
-class _Experts(_MarkedModule):
+class _Experts(_Part):
     """This rank's experts on the rows that came in for them, [G, hidden] -> [G, hidden]."""
 
     _split_dim = 0
@@ -181,11 +162,12 @@ class _Experts(_MarkedModule):
     def reset_parameters(self, generator: torch.Generator, rank: int, world_size: int) -> None:
         """Draw all experts, one after another, and keep this rank's."""
         own = self.fc1_weight.shape[0]
-        spare = [torch.empty_like(weight[0]) for weight in (self.fc1_weight, self.fc2_weight)]
-        for expert in range(own * world_size):
-            local = expert - rank * own
-            for weight, other in zip((self.fc1_weight, self.fc2_weight), spare, strict=True):
-                _draw(weight[local] if 0 <= local < own else other, weight.shape[2], generator)
+        with initial_values(self.fc1_weight) as fc1, initial_values(self.fc2_weight) as fc2:
+            spare = [torch.empty_like(weight[0]) for weight in (fc1, fc2)]
+            for expert in range(own * world_size):
+                local = expert - rank * own
+                for weight, other in zip((fc1, fc2), spare, strict=True):
+                    _draw(weight[local] if 0 <= local < own else other, weight.shape[2], generator)
 
     def forward(self, x: Tensor, counts: Tensor, active_tokens: Tensor | None) -> Tensor:
         """``counts`` int32 [E/W] on the device; ``active_tokens`` their sum, where ``x`` has more rows."""
@@ -198,7 +180,7 @@ class _Experts(_MarkedModule):
         return f"num_local_experts={experts}, hidden={hidden}, ffn={ffn}, activation={self.activation}"
 
 
-class _SharedExpert(_MarkedModule):
+class _SharedExpert(_Part):
     """An expert that every token has, whole on every rank, [T, hidden] -> [T, hidden]."""
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, name: str, **factory: Any) -> None:
@@ -210,8 +192,9 @@ class _SharedExpert(_MarkedModule):
         self._mark_parameters()
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        for weight in (self.fc1_weight, self.fc2_weight):
-            _draw(weight, weight.shape[1], generator)
+        for parameter in (self.fc1_weight, self.fc2_weight):
+            with initial_values(parameter) as weight:
+                _draw(weight, weight.shape[1], generator)
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.linear(x, self.fc1_weight)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +22,8 @@ from .arguments import (
     check_switches,
     device_of,
 )
-from .initialization import common_generator
+from .initialization import common_generator, initial_values
+from .marks import MarkedModule, mark
 from .overlap import LIBRARY_CHOICE
 from .settings import multiplied_dtype
 from .sharding import take_shard
@@ -34,7 +33,7 @@ __all__ = ["ParallelLinear"]
 _Parallel = TypeVar("_Parallel", bound="ParallelLinear")
 
 
-class ParallelLinear(nn.Module):
+class ParallelLinear(MarkedModule):
     """What the layers share: sharding, initialisation, buffers, flattening.
 
     A subclass says which dimension of the full [out_features, in_features] weight is split.
@@ -135,20 +134,7 @@ class ParallelLinear(nn.Module):
     def __deepcopy__(self: _Parallel, memo: dict[int, Any]) -> _Parallel:
         """A layer with parameters of its own in the same group, whose buffers it shares."""
         memo.update((id(shared), shared) for shared in (self.group, *self._registered.values()))
-        layer = type(self).__new__(type(self))
-        memo[id(self)] = layer
-        layer.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        layer._mark_parameters()
-        return layer
-
-    def _apply(self: _Parallel, fn: Callable[..., Any], recurse: bool = True) -> _Parallel:
-        super()._apply(fn, recurse)
-        self._mark_parameters()  # to_empty and dtype changes may make new parameters
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._mark_parameters()  # load_state_dict(assign=True) makes new parameters
+        return super().__deepcopy__(memo)
 
     def reset_parameters(self) -> None:
         """Draw the parameters as ``nn.Linear`` of the full size does, and keep this rank's part. Collective.
@@ -164,11 +150,13 @@ class ParallelLinear(nn.Module):
             full = torch.empty((self.out_features, self.in_features), device=device, dtype=self.weight.dtype)
             # kaiming_uniform_ with a = sqrt(5), as in nn.Linear, is uniform in +-1/sqrt(in_features).
             nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
-            self.weight.copy_(self._shard(full))
+            with initial_values(self.weight) as weight:
+                weight.copy_(self._shard(full))
             if self.bias is not None:
                 full_bias = torch.empty((self.out_features,), device=device, dtype=self.bias.dtype)
                 nn.init.uniform_(full_bias, -bound, bound, generator=generator)
-                self.bias.copy_(self._bias_shard(full_bias))
+                with initial_values(self.bias) as bias:
+                    bias.copy_(self._bias_shard(full_bias))
 
     def extra_repr(self) -> str:
         return (
@@ -226,12 +214,11 @@ class ParallelLinear(nn.Module):
         if self.bias is not None:
             self._mark(self.bias, 0 if self._split_dim == 0 else None)
 
-    def _mark(self, parameter: Any, dim: int | None) -> None:
-        parameter.tensor_parallel_dim = dim
-        parameter.tensor_parallel_parts = 1 if dim is None else self._parts
+    def _mark(self, parameter: nn.Parameter, dim: int | None) -> None:
         # Whole on every rank and applied to this rank's rows. A row-parallel bias is not: it is added to the sum, and
         # its backward sees all rows.
-        parameter.sequence_parallel = self.sequence_parallel and dim is None and self._split_dim != 1
+        partial = self.sequence_parallel and dim is None and self._split_dim != 1
+        mark(parameter, dim, 1 if dim is None else self._parts, partial)
 
     def _user_buffer(self, dtype: torch.dtype, device_count: bool = False) -> UserBuffer | Communicator:
         buffer = self._registered.get((dtype, device_count))

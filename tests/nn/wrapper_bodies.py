@@ -1,0 +1,124 @@
+"""Modules whose parameters a wrapper replaces, as bodies for rank processes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import triton_overlap as to
+from tests.ops.cases import assert_close, assert_equal
+
+_MARKS = ("tensor_parallel_dim", "tensor_parallel_parts", "sequence_parallel")
+
+
+def _model(group: to.Group, *, experts: bool) -> nn.ModuleList:
+    """A gated feed-forward layer, a norm that the library does not know, and perhaps experts."""
+    ranks = group.world_size
+    shared: dict[str, Any] = {"group": group, "activation": "swiglu"}
+    torch.manual_seed(6)
+    model = nn.ModuleList(
+        [
+            to.nn.LayerNormMLP(16, 4 * ranks, max_tokens=4 * ranks, sequence_parallel=True, **shared),
+            nn.RMSNorm(16, device=group.device),
+        ]
+    )
+    if experts:
+        model.append(to.nn.MoE(16, 8, 2 * ranks, 1, num_max_tokens_per_rank=4, shared_ffn_hidden_size=4, **shared))
+    to.nn.mark_sequence_parallel(model[1])
+    return model
+
+
+def _marks(model: nn.Module) -> dict[str, list[Any]]:
+    return {name: [getattr(p, mark, None) for mark in _MARKS] for name, p in model.named_parameters()}
+
+
+def _gradients(model: nn.ModuleList, x: Tensor, group: to.Group) -> dict[str, Tensor]:
+    """Complete ones; the same ``x`` on all ranks that share a shard, whose mean a wrapper takes."""
+    for layer in model:
+        x = x + layer(x)
+    x.square().sum().backward()
+    to.nn.all_reduce_replicated_gradients(model, group)
+    return {name: _whole(p.grad) for name, p in model.named_parameters()}
+
+
+def _whole(x: Any) -> Tensor:
+    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return whole.detach()
+
+
+def _draw(model: nn.Module) -> None:
+    for part in model.modules():
+        if isinstance(part, (to.nn.Linear, to.nn.MoE)):
+            part.reset_parameters()
+
+
+def fully_sharded(tensor_parallel: int) -> None:
+    """``fully_shard`` beside tensor parallelism: sums of gradients, state dicts, marks and initial values are those of
+    the model before, though all of its parameters are other ones now.
+
+    Args:
+        tensor_parallel: ranks of a group; the others of the world shard its parameters.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tp_groups = [dist.new_group(range(s, s + tensor_parallel)) for s in range(0, world_size, tensor_parallel)]
+    dp_groups = [dist.new_group(range(s, world_size, tensor_parallel)) for s in range(tensor_parallel)]
+    group = to.init_group(tp_groups[rank // tensor_parallel], timeout_s=60)
+    try:
+        plain = _model(group, experts=True)
+        model = copy.deepcopy(plain)
+        mesh = DeviceMesh.from_group(dp_groups[rank % tensor_parallel], group.device.type)
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        torch.manual_seed(group.rank)
+        x = torch.randn(4, 16, device=group.device)
+        expected, found = _gradients(plain, x, group), _gradients(model, x, group)
+        for name, gradient in expected.items():
+            assert_close(f"gradient of {name}", found[name], gradient, torch.float32)
+        full = to.nn.gather_state_dict(plain, group)
+        for name, tensor in to.nn.gather_state_dict(model, group).items():
+            assert_equal(name, tensor, full[name])
+        mine = to.nn.shard_state_dict(full, model, group)
+        assert {name: x.shape for name, x in mine.items()} == {name: x.shape for name, x in plain.state_dict().items()}
+        to.nn.mark_parameters(model)
+        assert _marks(model) == _marks(plain)
+        for each in (plain, model):
+            torch.manual_seed(7)
+            _draw(each)
+        for (name, parameter), drawn in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert_equal(f"initial {name}", _whole(drawn), parameter.detach())
+    finally:
+        group.close()
+
+
+def _replace(model: nn.Module) -> None:
+    for part in model.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            setattr(part, name, nn.Parameter(parameter.detach().clone()))
+
+
+def replaced(group: to.Group) -> None:
+    """Parameters that stand in the place of marked ones are taken for what those were."""
+    plain = _model(group, experts=False)
+    model = copy.deepcopy(plain)
+    _replace(model)
+    x = torch.randn(4, 16, device=group.device)
+    expected = _gradients(plain, x, group)
+    for name, gradient in _gradients(model, x, group).items():
+        assert_close(f"gradient of {name}", gradient, expected[name], torch.float32)
+    assert _marks(model) == _marks(plain)
+    full = to.nn.gather_state_dict(plain, group)
+    _replace(model)
+    for name, tensor in to.nn.gather_state_dict(model, group).items():
+        assert_equal(name, tensor, full[name])
+    norm = nn.RMSNorm(8, device="meta")
+    to.nn.mark_sequence_parallel(norm)
+    norm.load_state_dict({"weight": torch.ones(8)}, assign=True)
+    to.nn.mark_parameters(norm)
+    assert _marks(norm) == {"weight": [None, None, True]}

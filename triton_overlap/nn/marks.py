@@ -1,0 +1,90 @@
+"""What each parameter says about itself, for converters, sums of gradients and optimizers.
+
+    tensor_parallel_dim    the dimension that the ranks split, None where the parameter is whole on every rank
+    tensor_parallel_parts  equal parts that this dimension is stacked from, each of which is split by itself
+    sequence_parallel      whether it acts on this rank's tokens alone, so that its gradient is a partial sum
+
+These are attributes, and a copy, a cast, ``to_empty`` or a wrapper such as ``fully_shard`` puts a new parameter in the
+place of the old one. So modules remember them, and say them again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import nn
+
+from .arguments import check_module
+
+__all__ = ["MarkedModule", "mark", "mark_parameters", "mark_sequence_parallel"]
+
+_Marked = TypeVar("_Marked", bound="MarkedModule")
+#: Of modules whose own parameters ``mark_sequence_parallel`` was told about.
+_TOLD = "_triton_overlap_sequence_parallel"
+
+
+def mark(parameter: Any, dim: int | None, parts: int, sequence_parallel: bool) -> None:
+    """Set all marks of a parameter."""
+    parameter.tensor_parallel_dim = dim
+    parameter.tensor_parallel_parts = parts
+    parameter.sequence_parallel = sequence_parallel
+
+
+class MarkedModule(nn.Module):
+    """A module that marks its own parameters, and again those that torch puts in their place."""
+
+    def _mark_parameters(self) -> None:
+        raise NotImplementedError
+
+    def __deepcopy__(self: _Marked, memo: dict[int, Any]) -> _Marked:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied._mark_parameters()
+        return copied
+
+    def _apply(self: _Marked, fn: Callable[..., Any], recurse: bool = True) -> _Marked:
+        super()._apply(fn, recurse)
+        self._mark_parameters()  # to_empty and dtype changes may make new parameters
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark_parameters()  # load_state_dict(assign=True) makes new parameters
+
+
+def mark_parameters(module: nn.Module) -> None:
+    """Mark the parameters of a model that something has replaced: ``torch.distributed.fsdp.fully_shard``, for instance.
+
+    Converters and ``all_reduce_replicated_gradients`` do it themselves. For optimizers and others that read
+    ``tensor_parallel_dim``, ``tensor_parallel_parts`` or ``sequence_parallel``. Marks that are there are left alone.
+
+    Args:
+        module: the model. Parameters of its modules from this library, and of those that ``mark_sequence_parallel`` was
+            told about, are marked; others never had marks.
+    """
+    check_module("mark_parameters", module)
+    parts = list(module.modules())
+    for part in parts:
+        if isinstance(part, MarkedModule) and not all(
+            hasattr(parameter, "tensor_parallel_dim") for parameter in part.parameters(recurse=False)
+        ):
+            part._mark_parameters()
+    for part in parts:  # last: a weight tied to one of another module is partial if it is so in either
+        if getattr(part, _TOLD, False):
+            _mark_own(part)
+
+
+def mark_sequence_parallel(module: nn.Module) -> None:
+    """Mark all of a module's parameters as applied to this rank's tokens only: a final norm or an embedding, say."""
+    check_module("mark_sequence_parallel", module)
+    for part in module.modules():
+        setattr(part, _TOLD, True)
+        _mark_own(part)
+
+
+def _mark_own(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter.sequence_parallel = True  # type: ignore[attr-defined]
