@@ -36,6 +36,8 @@ from triton_overlap.sim import Fault, LateBody, StallSource, World
 
 #: Scale-out and scale-up ranks, and schedules of each: more where they are cheap. 2020 in all.
 SCHEDULES = {(1, 2): 600, (2, 1): 800, (2, 2): 360, (4, 1): 140, (2, 4): 60, (4, 2): 60}
+#: Steps of a schedule with a planted fault. One that waits for ever would poll until its time limit.
+FAULTY_STEPS = 100_000
 #: What a schedule does; it takes them in turn.
 KINDS = (
     "random routing",
@@ -95,8 +97,14 @@ def calls(group: Group, kind: str, case: Case, seed: int) -> None:
     bodies.check_bases(buffer)
 
 
-def run_schedule(topology: tuple[int, int], seed: int) -> str:
-    """Run one, and return what it does. Whatever goes wrong is raised, with a note that names it."""
+def run_schedule(topology: tuple[int, int], seed: int, **options: Any) -> str:
+    """Run one, and return what it does. Whatever goes wrong is raised, with a note that names it.
+
+    Args:
+        topology: scale-out and scale-up ranks.
+        seed: of the schedule and of what it does.
+        options: more of ``World``.
+    """
     kind, case = case_of(topology, seed)
     faults: dict[str, list[Fault]] = {
         "one source stalled": [StallSource(seed // len(KINDS) % case.world_size)],
@@ -104,7 +112,7 @@ def run_schedule(topology: tuple[int, int], seed: int) -> str:
     }
     try:
         # Programs of a rank wait for each other too, but most of what can go wrong needs two of them at most.
-        world = World(case.world_size, seed, faults=faults.get(kind), num_programs=1 + (seed // 2) % 2)
+        world = World(case.world_size, seed, faults=faults.get(kind), num_programs=1 + (seed // 2) % 2, **options)
         world.run(partial(calls, kind=kind, case=case, seed=seed))
     except Exception as error:
         note = f"schedule {seed} of {topology[0]}x{topology[1]}: {kind}"
@@ -118,7 +126,7 @@ def schedules_until_shown(fault: str) -> int:
     with faulty.planted(fault):
         for seed in range(SCHEDULES[2, 1]):
             try:
-                run_schedule((2, 1), seed)
+                run_schedule((2, 1), seed, max_steps=FAULTY_STEPS)
             except (AssertionError, SimulationError, CommError) as error:
                 print(f"{fault}: {seed + 1} schedules, {type(error).__name__}", flush=True)
                 return seed + 1
