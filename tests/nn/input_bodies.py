@@ -55,11 +55,44 @@ def wrong_inputs(group: to.Group) -> None:
     for sparse in (x.to_sparse(), torch.nested.nested_tensor([x, x[:2]])):
         with pytest.raises(ValueError, match="hidden_states must be a dense tensor"):
             layer(sparse)
+    column = to.nn.ColumnParallelLinear(hidden, hidden, group=group, max_tokens=tokens)
+    row = to.nn.RowParallelLinear(hidden, hidden, group=group, max_tokens=tokens)
+    for linear, given, words in (
+        (column, x[:, 1:], rf"ColumnParallelLinear: the input must be \[.., {hidden}\], got \[4, {hidden - 1}\]"),
+        (row, x, rf"RowParallelLinear: the input must be \[.., {hidden // group.world_size}\], got \[4, {hidden}\]"),
+        (column, x.half(), "ColumnParallelLinear: the input is torch.float16, the parameters are torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            linear(given)
     assert collective_calls(group) == calls, "something was communicated"
     with pytest.raises(ValueError, match=f"the longest document, {tokens - 3}, or more, got 2"):
         layer(x, **{**packed, "max_seqlen_q": 2})  # in float32 the lengths are read
     assert_equal("packed", layer(x, **packed), of_packed)
     assert_equal("plain", layer(plain, rotary_pos_emb=angles), of_plain)
+
+
+def wrong_main_grads(group: to.Group) -> None:
+    """What cannot take up a weight's gradient is refused, also where memory would be added to twice."""
+    column = to.nn.ColumnParallelLinear(16, 8 * group.world_size, group=group, max_tokens=4 * group.world_size)
+    experts = to.nn.MoE(16, 8, group.world_size, 1, group=group, num_max_tokens_per_rank=4)
+    x = torch.randn(4, 16, device=group.device)
+    for layer, weight in ((column, column.weight), (experts, experts.experts.fc1_weight)):
+        zeros = torch.zeros_like(weight, dtype=torch.float32).requires_grad_(False)
+        expected = layer(x)
+        for kind, words, main_grad in (
+            (TypeError, "main_grad of the weight must be a torch.Tensor, got str", "x"),
+            (ValueError, r"must have its shape \[.*\], got \[", zeros[:1, :1]),
+            (ValueError, r"must have its shape \[.*\], got \[3\]", torch.zeros(3)),
+            (ValueError, "main_grad must be torch.float32, got torch.float16", zeros.half()),
+            (ValueError, "main_grad must not require a gradient", zeros.clone().requires_grad_()),
+            (ValueError, "main_grad must not be expanded", zeros[..., :1].expand(weight.shape)),
+            (ValueError, "main_grad must hold data", zeros.to("meta")),
+        ):
+            weight.main_grad = main_grad  # type: ignore[attr-defined]
+            with pytest.raises(kind, match=words):
+                layer(x)
+        del weight.main_grad  # type: ignore[attr-defined]
+        assert_equal("output", layer(x), expected)
 
 
 def wrong_tables(group: to.Group) -> None:

@@ -90,7 +90,10 @@ def marks(group: to.Group, case: Case) -> None:
     allocations = to.symmetric_allocations()
     clone = copy.deepcopy(layer)
     assert to.symmetric_allocations() == allocations
-    empty = build(device="meta").to_empty(device=group.device)
+    with torch.device("meta"):
+        empty = build()
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    empty = empty.to_empty(device=group.device)
     empty.load_state_dict(layer.state_dict())
     assigned = build(device="meta")
     assigned.load_state_dict(layer.state_dict(), assign=True)

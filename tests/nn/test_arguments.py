@@ -15,6 +15,7 @@ BODIES: tuple[Body, ...] = (
     conversion_bodies.tied_weights,
     conversion_bodies.wrong_gradients,
     input_bodies.wrong_inputs,
+    input_bodies.wrong_main_grads,
     input_bodies.wrong_tables,
 )
 

@@ -145,7 +145,12 @@ def test_errors() -> None:
         (ValueError, "a must be one of", lambda: to.grouped_matmul(a.double(), b.double(), counts)),
         (ValueError, r"counts must be torch.int32 \[2\]", lambda: to.grouped_matmul(a, b, counts.long())),
         (ValueError, "alignment must be at least 1, got 0", lambda: to.grouped_matmul(a, b, counts, alignment=0)),
-        (ValueError, "main_grad must be torch.float32", lambda: to.grouped_matmul(a, b, counts, main_grad=b[:1])),
+        (ValueError, "main_grad must have b's shape", lambda: to.grouped_matmul(a, b, counts, main_grad=b[:1])),
+        (
+            ValueError,
+            "must not be expanded",
+            lambda: to.grouped_matmul(a, b, counts, main_grad=b[:, :1].expand(2, 8, 6)),
+        ),
         (TypeError, "counts must be a torch.Tensor", lambda: to.grouped_matmul(a, b, [1, 2])),  # type: ignore[arg-type]
     ]
     for kind, message, call in wrong:

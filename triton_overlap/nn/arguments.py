@@ -25,6 +25,7 @@ __all__ = [
     "check_size",
     "check_switches",
     "device_of",
+    "main_grad_of",
 ]
 
 
@@ -123,9 +124,11 @@ def check_parameters_dtype(kind: str, dtype: object) -> None:
 
 
 def device_of(kind: str, device: object, group: Group) -> torch.device:
-    """The device of the parameters: the group's, also where ``device`` is None or names its type alone, or meta."""
+    """The device of the parameters: the group's, also where ``device`` is None or names its type alone, or meta, also
+    where that is torch's default device."""
     if device is None:
-        return group.device
+        default = torch.get_default_device()
+        return default if default.type == "meta" else group.device
     remedy = f"{kind}: device must be the group's, {group.device}, or meta, got {device!r}; leave it out"
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise TypeError(remedy)
@@ -138,3 +141,17 @@ def device_of(kind: str, device: object, group: Group) -> torch.device:
     if found != group.device and found != torch.device(group.device.type):
         raise ValueError(remedy)
     return group.device
+
+
+def main_grad_of(kind: str, weight: Any) -> Tensor | None:
+    """``weight.main_grad`` with its last two dimensions exchanged, as operations take it, or None where there is none.
+    TypeError or ValueError unless it is a tensor of the weight's shape; operations say the rest."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return None
+    check_input(kind, "main_grad of the weight", main_grad)
+    if main_grad.shape != weight.shape:
+        raise ValueError(
+            f"{kind}: main_grad of the weight must have its shape {list(weight.shape)}, got {list(main_grad.shape)}"
+        )
+    return main_grad.transpose(-2, -1)

@@ -119,7 +119,8 @@ class ColumnParallelLinear(_LinearReplacement):
         sequence_parallel: whether the input is split by tokens.
         device_count: which calls the constructor registers the buffer for, those with ``active_tokens`` or those
             without. The other kind's is registered at the first of them, which torch.compile and captures cannot do.
-        device: the group's device, or ``"meta"`` to fill the parameters later. The group's device by default.
+        device: the group's device, or ``"meta"`` to fill the parameters later. By default the group's device, but
+            ``"meta"`` under ``torch.device("meta")``.
         dtype: of the parameters; bfloat16, float16 or float32. Torch's default dtype by default. Build the layer under
             ``torch.autocast`` where it will run under it, so that the buffer is registered in the autocast dtype.
 
@@ -161,7 +162,8 @@ class RowParallelLinear(_LinearReplacement):
         sequence_parallel: whether the output is split by tokens.
         device_count: which calls the constructor registers the buffer for, those with ``active_tokens`` or those
             without. The other kind's is registered at the first of them, which torch.compile and captures cannot do.
-        device: the group's device, or ``"meta"`` to fill the parameters later. The group's device by default.
+        device: the group's device, or ``"meta"`` to fill the parameters later. By default the group's device, but
+            ``"meta"`` under ``torch.device("meta")``.
         dtype: of the parameters; bfloat16, float16 or float32. Torch's default dtype by default. Build the layer under
             ``torch.autocast`` where it will run under it, so that the buffer is registered in the autocast dtype.
 
@@ -205,7 +207,8 @@ class Linear(ParallelLinear):
         device_count: which calls the constructor registers the buffer for, those with ``active_tokens`` or those
             without. The other kind's is registered at the first of them, which torch.compile and captures cannot do.
         params_dtype: of the parameters; bfloat16, float16 or float32. Torch's default dtype by default.
-        device: the group's device, or ``"meta"`` to fill the parameters later.
+        device: the group's device, or ``"meta"`` to fill the parameters later. By default the group's device, but
+            ``"meta"`` under ``torch.device("meta")``.
         ub_overlap_ag: overlap the all-gather of the input (column), or that of the output's gradient (row).
         ub_overlap_rs: row mode: overlap the reduce-scatter of the output.
         ub_overlap_rs_dgrad: column mode: overlap the reduce-scatter of the input's gradient with its own product. The

@@ -41,6 +41,7 @@ from .arguments import (
     check_size,
     check_switches,
     device_of,
+    main_grad_of,
 )
 from .initialization import common_generator, initial_values
 from .marks import MarkedModule, mark
@@ -242,7 +243,8 @@ class MoE(nn.Module):
         buffer: an expert buffer of these sizes and the parameters' dtype, for another topology or network than the
             default one.
         params_dtype: of the parameters; bfloat16, float16 or float32. Torch's default dtype by default.
-        device: the group's device, or ``"meta"`` to fill the parameters later.
+        device: the group's device, or ``"meta"`` to fill the parameters later. By default the group's device, but
+            ``"meta"`` under ``torch.device("meta")``.
 
     Raises:
         TypeError: a setting is of another type. On every rank, as the others.
@@ -412,13 +414,7 @@ class MoE(nn.Module):
 
 def _grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Each group of rows times its expert's ``weight[e]^T``."""
-    main_grad = getattr(weight, "main_grad", None)
-    return grouped_matmul(
-        x,
-        weight.transpose(1, 2),
-        counts,
-        main_grad=None if main_grad is None else main_grad.transpose(1, 2),
-    )
+    return grouped_matmul(x, weight.transpose(1, 2), counts, main_grad=main_grad_of("MoE", weight))
 
 
 def _draw(weight: Tensor, in_features: int, generator: torch.Generator) -> None:

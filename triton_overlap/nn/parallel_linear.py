@@ -16,11 +16,12 @@ from ..ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, r
 from .arguments import (
     agree,
     check_group,
-    check_input,
+    check_input_of,
     check_parameters_dtype,
     check_size,
     check_switches,
     device_of,
+    main_grad_of,
 )
 from .initialization import common_generator, initial_values
 from .marks import MarkedModule, mark
@@ -246,18 +247,18 @@ class ParallelLinear(MarkedModule):
 
     def _operands(self, x: Tensor, active_tokens: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
         """``x`` as [rows, features], and the keyword arguments that all operations share."""
-        check_input(type(self).__name__, "the input", x)
+        kind = type(self).__name__
+        check_input_of(kind, x, self.weight.shape[1], self.weight)
         if x.dim() < 2:
             raise ActiveShapeError(
-                f"{type(self).__name__}: the input must have at least 2 dimensions, tokens first, got {list(x.shape)}"
+                f"{kind}: the input must have at least 2 dimensions, tokens first, got {list(x.shape)}"
             )
-        main_grad = getattr(self.weight, "main_grad", None)
         dtype = multiplied_dtype(self.weight.dtype, x.device)
         shared = {
             "buffer": self._user_buffer(dtype, device_count=active_tokens is not None),
             "bias": self.bias,
             "method": self.method,
-            "main_grad": None if main_grad is None else main_grad.transpose(0, 1),
+            "main_grad": main_grad_of(kind, self.weight),
         }
         if active_tokens is not None:
             self._check_counted(x)

@@ -28,6 +28,7 @@ from .operator import operator
 from .validation import (
     PRODUCT_DTYPES,
     check_dense,
+    check_main_grad,
     check_optional_tensors,
     check_tensors,
     refuse_double_backward,
@@ -150,16 +151,12 @@ def _check(a: Tensor, b: Tensor, counts: Tensor, main_grad: Tensor | None, align
         )
     if alignment < 1:
         raise ValueError(f"{_NAME}: alignment must be at least 1, got {alignment}")
-    for name, tensor in (("a", a), ("b", b), ("counts", counts), ("main_grad", main_grad)):
-        if tensor is None:
-            continue
+    for name, tensor in (("a", a), ("b", b), ("counts", counts)):
         check_dense(_NAME, name, tensor)
         if tensor.device != a.device:
             raise ValueError(f"{_NAME}: {name} is on {tensor.device}, a is on {a.device}; move it there")
-    if main_grad is not None and (main_grad.dtype != torch.float32 or main_grad.shape != b.shape):
-        raise ValueError(
-            f"{_NAME}: main_grad must be torch.float32 {list(b.shape)}, got {main_grad.dtype} {list(main_grad.shape)}"
-        )
+    if main_grad is not None:
+        check_main_grad(_NAME, main_grad, b)
 
 
 def grouped_matmul(

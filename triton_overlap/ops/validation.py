@@ -295,7 +295,8 @@ def check_bias(operation: str, buffer: UserBuffer, bias: Tensor, b: Tensor) -> N
 
 
 def check_main_grad(operation: str, main_grad: Tensor, b: Tensor) -> None:
-    """ValueError unless ``main_grad`` is a float32 tensor of ``b``'s shape and device that asks for no gradient."""
+    """ValueError unless ``main_grad`` is a float32 tensor of ``b``'s shape and device, with memory for each element,
+    that asks for no gradient."""
     check_dense(operation, "main_grad", main_grad)
     if main_grad.dtype != torch.float32:
         raise ValueError(
@@ -308,6 +309,8 @@ def check_main_grad(operation: str, main_grad: Tensor, b: Tensor) -> None:
         raise ValueError(f"{operation}: main_grad is on {main_grad.device}, b is on {b.device}; move it there")
     if main_grad.requires_grad:
         raise ValueError(f"{operation}: main_grad must not require a gradient itself")
+    if any(size > 1 and stride == 0 for size, stride in zip(main_grad.shape, main_grad.stride(), strict=True)):
+        raise ValueError(f"{operation}: main_grad must not be expanded, which would add up in one place; clone it")
 
 
 def check_residual(operation: str, buffer: UserBuffer, residual: Tensor, shape: tuple[int, int]) -> None:
