@@ -214,6 +214,8 @@ def state(group: to.Group, case: Case) -> None:
     assert_equal("three dimensions", layer(x[:, None])[:, 0], layer(x))
 
     meta = case.layer(group, torch.float32, device="meta")
+    with pytest.raises(ValueError, match="MoE: the parameters are on the meta device; call to_empty"):
+        meta(x.to("meta"))
     meta.to_empty(device=group.device)
     meta.load_state_dict(to.nn.shard_state_dict(full, meta, group))
     assert meta.experts.fc2_weight.tensor_parallel_dim == 0  # type: ignore[attr-defined]

@@ -212,5 +212,6 @@ def settings(group: to.Group, case: Case) -> None:
     ):
         with pytest.raises(NotImplementedError, match=r"set 0\.0"):
             call()
+    assert f"num_local_heads={shape.heads // world_size}, num_local_gqa_groups=" in repr(attention)
     # The group still works.
     assert attention(x, cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=len(x), max_seqlen_kv=len(x)).shape == x.shape

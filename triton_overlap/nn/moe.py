@@ -218,7 +218,8 @@ class MoE(nn.Module):
     the constructor registers; neither counts nor routings allocate or compile anything afterwards.
 
     After a forward ``balance_loss`` is this rank's share of the auxiliary loss, or None without one. Add it to the
-    rank's loss: over all ranks the shares sum to the loss of all tokens.
+    rank's loss: over all ranks the shares sum to the loss of all tokens. In a checkpointed forward it has a gradient
+    with ``use_reentrant=False`` alone: reentrant checkpoints give gradients to what they return, not to attributes.
 
     ``state_dict``: ``router.weight``, ``experts.fc1_weight`` and ``experts.fc2_weight`` of this rank's experts, and
     ``shared.fc1_weight`` and ``shared.fc2_weight`` where there is a shared expert. ``shard_state_dict`` makes it from
@@ -383,12 +384,12 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [.., hidden], this rank's tokens -> the same shape."""
-        weight = self.router.weight
-        check_input_of(type(self).__name__, x, self.hidden_size, weight)
+        weight, kind = self.router.weight, type(self).__name__
+        check_input_of(kind, x, self.hidden_size, weight)
+        if x.is_meta:
+            raise ValueError(f"{kind}: the parameters are on the meta device; call to_empty(device=group.device) first")
         if x.dim() < 2:
-            raise ValueError(
-                f"{type(self).__name__}: the input must have at least 2 dimensions, tokens first, got {list(x.shape)}"
-            )
+            raise ValueError(f"{kind}: the input must have at least 2 dimensions, tokens first, got {list(x.shape)}")
         rows = x if x.dim() == 2 else x.flatten(0, -2)
         buffer = self._expert_buffer(multiplied_dtype(weight.dtype, x.device))
         rows = rows.to(buffer.dtype)

@@ -214,6 +214,10 @@ class MultiheadAttention(nn.Module):
         projected: Tensor = self.proj(out.flatten(-2))
         return projected
 
+    def extra_repr(self) -> str:
+        heads = f"num_local_heads={self.kv_heads * self.heads_per_group}, num_local_gqa_groups={self.kv_heads}"
+        return f"{heads}, kv_channels={self.kv_channels}, attn_mask_type={self.attn_mask_type}"
+
     def _split_heads(
         self, qkv: Tensor, angles: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -58,6 +58,9 @@ class RotaryPositionEmbedding(nn.Module):
         angles = torch.outer(positions, self.rotary_base**-exponents)
         return torch.cat([angles, angles], dim=-1)[:, None, None, :]
 
+    def extra_repr(self) -> str:
+        return f"features={self.features}, rotary_base={self.rotary_base:g}"
+
 
 def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
     """Turn the first R features of each head; computed in float32 at least, returned in ``x``'s dtype.
