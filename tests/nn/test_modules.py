@@ -197,6 +197,11 @@ def test_compiled() -> None:
 
 
 @pytest.mark.long
+def test_compiled_for_counts_that_stay_unknown() -> None:
+    on_ranks(2, use_bodies.compiled, replace(PACKED_LLAMA, tokens=(12, 2, 16, 7)), FP32, True)
+
+
+@pytest.mark.long
 def test_compiled_at_50_counts() -> None:
     on_ranks(2, use_bodies.compiled, replace(PACKED_LLAMA, tokens=tuple(range(103, 3, -2)), capacity=104), FP32)
 

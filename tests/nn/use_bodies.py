@@ -109,8 +109,12 @@ def autocast(group: to.Group, case: Case) -> None:
         assert error < 3e-2, f"{name}: relative error {error:.2e}"
 
 
-def compiled(group: to.Group, case: Case, dtype: torch.dtype) -> None:
-    """``torch.compile(fullgraph=True)`` of a layer: one graph for all token and document counts, near eager results."""
+def compiled(group: to.Group, case: Case, dtype: torch.dtype, unbacked: bool = False) -> None:
+    """``torch.compile(fullgraph=True)`` of a layer: one graph for all token and document counts, near eager results.
+
+    With ``unbacked`` counts that the compiler never learns, one row a rank among them.
+    """
+    from torch._dynamo.decorators import mark_unbacked
     from torch._dynamo.testing import CompileCounterWithBackend
 
     parallel = Parallel(group, case, dtype, "layer")
@@ -118,13 +122,17 @@ def compiled(group: to.Group, case: Case, dtype: torch.dtype) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     fast = torch.compile(parallel.modules[0], fullgraph=True, dynamic=True, backend=counter)
     for seed, tokens in enumerate(case.counts(group)):
-        if tokens <= group.world_size:
+        if tokens <= group.world_size and not unbacked:
             continue  # torch.compile specialises a dimension of one
         x, d_out, cu_seqlens = parallel.inputs(tokens, seed)
+        if unbacked:
+            mark_unbacked(cu_seqlens, 0)
         results = []
         angles = parallel.rotary(case.capacity)
         for function in (parallel.modules[0], fast):
             own_x = parallel.own(x).clone().requires_grad_()
+            if unbacked:
+                mark_unbacked(own_x, 0)
             out = function(own_x, cu_seqlens_q=cu_seqlens, rotary_pos_emb=angles)
             out.backward(parallel.own(d_out))
             assert own_x.grad is not None
