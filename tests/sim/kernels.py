@@ -202,6 +202,15 @@ def spin_kernel(table_ptr, rank):
 
 
 @triton.jit
+def spin_on_own_store_kernel(table_ptr, rank):
+    """Wait for the flag to be what the program itself has stored beside it, and reads again at each look."""
+    own = flag_of(table_ptr, rank, 1032)
+    tl.store(own, 1)
+    while tl.atomic_add(flag_of(table_ptr, rank, 1024), 0, sem="acquire", scope="sys") != tl.load(own):
+        pass
+
+
+@triton.jit
 def plain_spin_kernel(table_ptr, rank):
     """Poll with plain loads a flag that another launch raises."""
     while tl.load(flag_of(table_ptr, rank, 1024), volatile=True) != 1:

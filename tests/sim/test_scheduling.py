@@ -177,6 +177,18 @@ def event_that_never_comes(backend: SimBackend, table: torch.Tensor) -> None:
     backend.wait_event(event)
 
 
+def test_a_store_of_its_own_does_not_keep_a_task_turning() -> None:
+    """Its store may be on its way as long as anything happens, and no longer."""
+
+    def rank(backend: SimBackend) -> None:
+        memory = backend.symmetric_empty(2048, 10.0)
+        k.spin_on_own_store_kernel[(1,)](memory.table, 0)
+
+    for seed in range(12):
+        with pytest.raises(DeadlockError, match="no task can make progress"):
+            World(1, seed, max_steps=5000).run_backends(rank)
+
+
 def test_an_endless_run_is_given_up() -> None:
     def rank(backend: SimBackend) -> None:
         k.restless_kernel[(1,)](torch.zeros(1, dtype=torch.int32))

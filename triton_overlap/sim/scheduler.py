@@ -340,6 +340,8 @@ class Scheduler:
             return False
         if all(self._surroundings.memory_holds(poll) for poll in task.polls.values()):
             return True
+        # What it saw was its own store, still on its way, which must not stay there for as long as the task polls.
+        self._surroundings.land_somewhere(must=True)
         self._revive(task)
         return False
 
