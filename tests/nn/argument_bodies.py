@@ -147,6 +147,10 @@ def different(group: to.Group) -> None:
     """Ranks whose arguments differ are told what each gave, before anything is registered."""
     builds = _builds(group)
     allocations = to.symmetric_allocations()
+
+    def gather() -> Any:
+        return to.nn.gather_state_dict(nn.Linear(1, 1), group)
+
     for module, change in _DIFFERENT:
         with pytest.raises(ValueError, match=r"must be the same on every rank, got rank 0: {.*rank 1: {") as caught:
             builds[module](**(change if group.rank == 0 else {}))
@@ -154,4 +158,8 @@ def different(group: to.Group) -> None:
     assert to.symmetric_allocations() == allocations
     with pytest.raises(ValueError, match=r"rank 0: {'eps': 0.5}; rank 1: {'eps': 1e-05}$"):
         builds["norm"](eps=0.5 if group.rank == 0 else 1e-5)
+    with pytest.raises(ValueError, match=r"rank 0: arguments of ColumnParallelLinear; rank 1: arguments of Row"):
+        builds["column" if group.rank == 0 else "row"](in_features=8 * group.world_size)
+    with pytest.raises(ValueError, match=r"rank 0: arguments of ColumnParallelLinear; rank 1: tensors of the module"):
+        (builds["column"] if group.rank == 0 else gather)()
     builds["layer"]()

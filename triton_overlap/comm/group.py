@@ -210,7 +210,8 @@ class Group:
         Raises:
             BackendError, NotImplementedError, TypeError, ValueError, RuntimeError: what ``judge`` raised on some rank,
                 on every rank; the message names it.
-            ValueError: the results differ; lists them all, of mappings the entries that differ.
+            ValueError: the results differ; lists them all, of mappings the entries that differ. Or the ranks compare
+                different things.
         """
         problem: Exception | None = None
         mine = None
@@ -220,11 +221,15 @@ class Group:
         except Exception as error:  # noqa: BLE001  # raised below, on every rank
             problem = error
         sent = None if problem is None else (_kind(problem), str(problem))
-        everyone = self.all_gather_object((mine, sent), f"compare {what}" if sent is None else f"tell them: {sent[1]}")
-        problems = {rank: found for rank, (_, found) in enumerate(everyone) if found is not None}
+        purpose = f"compare {what}" if sent is None else f"tell them: {sent[1]}"
+        everyone = self.all_gather_object((what, mine, sent), purpose)
+        problems = {rank: found for rank, (_, _, found) in enumerate(everyone) if found is not None}
         if problems:
             raise _error_of_ranks(problems, self.world_size) from problem
-        values = [value for value, _ in everyone]
+        if any(other != what for other, _, _ in everyone):
+            come = "; ".join(f"rank {rank}: {other}" for rank, (other, _, _) in enumerate(everyone))
+            raise ValueError(f"the ranks compare different things, make the same calls on every rank: {come}")
+        values = [value for _, value, _ in everyone]
         if any(other != values[0] for other in values):
             given = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(_differing(values)))
             raise ValueError(f"{what} must be the same on every rank, got {given}")
