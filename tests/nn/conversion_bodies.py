@@ -27,6 +27,7 @@ def wrong_state_dicts(group: to.Group) -> None:
     wrong: list[tuple[type[Exception], Callable[[], Any], str]] = [
         (TypeError, lambda: to.nn.shard_state_dict([], layer, group), "a state dict is needed"),  # type: ignore[arg-type]
         (TypeError, lambda: to.nn.shard_state_dict({**full, "bias": 3}, layer, group), "bias must be"),  # type: ignore[dict-item]
+        (ValueError, lambda: to.nn.shard_state_dict({"bias": one.to_sparse()}, layer, group), "bias must be a dense"),
         (TypeError, lambda: to.nn.shard_state_dict(full, layer.weight, group), "got Parameter"),  # type: ignore[arg-type]
         (TypeError, lambda: to.nn.shard_state_dict(full, layer, None), "must be a triton_overlap.Group"),  # type: ignore[arg-type]
         (TypeError, lambda: to.nn.mark_sequence_parallel(full), "must be a torch.nn.Module"),  # type: ignore[arg-type]
@@ -82,9 +83,9 @@ def tied_weights(group: to.Group) -> None:
 def wrong_gradients(group: to.Group) -> None:
     """Ranks that would sum different gradients are told so, also in later steps and where sizes are equal."""
 
-    def summed(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    def summed(dtype: torch.dtype = torch.float32, **shapes: tuple[int, ...]) -> dict[str, Tensor]:
         module = nn.ParameterDict({name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()})
-        module.to(group.device)
+        module.to(group.device, dtype)
         to.nn.mark_sequence_parallel(module)
         for parameter in module.values():
             parameter.grad = torch.ones_like(parameter)
@@ -95,6 +96,8 @@ def wrong_gradients(group: to.Group) -> None:
     for shapes in ({"a": (8,)}, {"a": (8,), "c": (8,)}, {"a": (8,), "b": (4, 2)}, {}):
         with pytest.raises(ValueError, match=r"must be the same on every rank, got rank 0: .*'b'"):
             summed(**(shapes if group.rank == 1 else {"a": (8,), "b": (8,)}))
+    with pytest.raises(ValueError, match=r"rank 0: {'a': 'torch.float16 \[8\]'}; rank 1: {'a': 'torch.float32 \[8\]'}"):
+        summed(torch.float32 if group.rank else torch.float16, a=(8,))
     with pytest.raises(TypeError, match=r"must be a torch.nn.Module, got list"):
         to.nn.all_reduce_replicated_gradients([] if group.rank == 1 else nn.Linear(1, 1), group)  # type: ignore[arg-type]
     module = nn.Embedding(4, 4, sparse=True, device=group.device)

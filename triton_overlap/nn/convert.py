@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.group import Group
-from .arguments import check_group, check_module, check_size, check_switches
+from .arguments import check_group, check_input, check_module, check_size, check_switches
 from .marks import mark_parameters
 from .sharding import join_shards, take_shard
 
@@ -160,12 +160,11 @@ def _check_module(kind: str, module: object, group: Group) -> None:
 
 
 def _check_tensors(kind: str, tensors: object) -> None:
-    """TypeError unless ``tensors`` is a mapping from names to tensors."""
+    """TypeError unless ``tensors`` is a mapping from names to tensors, ValueError unless those are dense."""
     if not isinstance(tensors, Mapping):
         raise TypeError(f"{kind}: a state dict is needed, names and tensors, got {type(tensors).__name__}")
     for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{kind}: {name} must be a torch.Tensor, got {type(x).__name__}")
+        check_input(kind, name, x)
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:

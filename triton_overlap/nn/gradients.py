@@ -41,13 +41,15 @@ def all_reduce_replicated_gradients(module: nn.Module, group: Group) -> None:
     Raises:
         ClosedError, CommError: the group was closed or is broken, or a rank did not arrive in time.
         TypeError: ``module`` is no module, or ``group`` no group; on every rank where a module is at fault.
-        ValueError: a gradient cannot be summed, or the ranks have gradients of different parameters or shapes, on every
-            rank.
+        ValueError: a gradient cannot be summed, or the ranks have gradients of different parameters, dtypes or shapes,
+            on every rank.
     """
     check_group(_NAME, group)
     group.before_call()
     grads = list(
-        group.agree_on("gradients marked sequence_parallel", lambda: _marked_gradients(module, group), _shapes).values()
+        group.agree_on(
+            "gradients marked sequence_parallel", lambda: _marked_gradients(module, group), _described
+        ).values()
     )
     count, world_size = sum(grad.numel() for grad in grads), group.world_size
     if count == 0 or world_size == 1:
@@ -81,5 +83,6 @@ def _marked_gradients(module: object, group: Group) -> dict[str, Tensor]:
     return grads
 
 
-def _shapes(grads: dict[str, Tensor]) -> dict[str, list[int]]:
-    return {name: list(grad.shape) for name, grad in grads.items()}
+def _described(grads: dict[str, Tensor]) -> dict[str, str]:
+    # With the dtype, in which each rank keeps the sum.
+    return {name: f"{grad.dtype} {list(grad.shape)}" for name, grad in grads.items()}
