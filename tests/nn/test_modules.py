@@ -182,8 +182,9 @@ def test_state(body: Body) -> None:
     on_ranks(2, body, CPU)
 
 
-def test_replaced_parameters() -> None:
-    on_ranks(2, wrapper_bodies.replaced)
+@pytest.mark.parametrize("body", (wrapper_bodies.replaced, wrapper_bodies.parametrized), ids=lambda body: body.__name__)
+def test_replaced_parameters(body: Body) -> None:
+    on_ranks(2, body)
 
 
 @pytest.mark.long

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -122,3 +124,16 @@ def replaced(group: to.Group) -> None:
     norm.load_state_dict({"weight": torch.ones(8)}, assign=True)
     to.nn.mark_parameters(norm)
     assert _marks(norm) == {"weight": [None, None, True]}
+
+
+def parametrized(group: to.Group) -> None:
+    """Parameters in whose place others were put that say nothing are not taken for whole ones."""
+    layer = to.nn.ColumnParallelLinear(8, 8 * group.world_size, group=group, max_tokens=group.world_size)
+    nn.utils.parametrizations.weight_norm(layer)
+    for call in (to.nn.gather_state_dict, partial(to.nn.shard_state_dict, {})):
+        with pytest.raises(ValueError, match=r"weight.original0, .* of the module do not say how the ranks split them"):
+            call(layer, group)
+    for parameter in layer.parameters():
+        parameter.tensor_parallel_dim = 0  # type: ignore[attr-defined]
+    for x in to.nn.gather_state_dict(layer, group).values():
+        assert x.shape[0] == 8 * group.world_size

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..comm.group import Group
 from .arguments import check_group, check_input, check_module, check_size, check_switches
-from .marks import mark_parameters
+from .marks import MarkedModule, mark_parameters
 from .sharding import join_shards, take_shard
 
 __all__ = [
@@ -84,8 +84,8 @@ def shard_state_dict(full: Mapping[str, Tensor], module: nn.Module, group: Group
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: names or shapes do not match, the message lists them; or a part of the module is split over another
-            group.
+        ValueError: names or shapes do not match, the message lists them; a part of the module is split over another
+            group; or a parametrisation hides how.
     """
     kind = "shard_state_dict"
     check_group(kind, group)
@@ -116,8 +116,8 @@ def gather_state_dict(module: nn.Module, group: Group) -> dict[str, Tensor]:
 
     Raises:
         TypeError: ``module`` is no module, on every rank; or ``group`` no group.
-        ValueError: on every rank, a tensor has no values, a part of the module is split over another group, or the
-            ranks' tensors differ in more than their values.
+        ValueError: on every rank, a tensor has no values, a part of the module is split over another group or in a way
+            that a parametrisation hides, or the ranks' tensors differ in more than their values.
     """
     kind = "gather_state_dict"
     check_group(kind, group)
@@ -148,6 +148,7 @@ def gather_state_dict(module: nn.Module, group: Group) -> dict[str, Tensor]:
 
 
 def _check_module(kind: str, module: object, group: Group) -> None:
+    """TypeError or ValueError unless it is known how each parameter of ``module`` is split over ``group``."""
     check_module(kind, module)
     assert isinstance(module, nn.Module)
     for name, part in module.named_modules():
@@ -156,6 +157,15 @@ def _check_module(kind: str, module: object, group: Group) -> None:
             raise ValueError(
                 f"{kind}: {name or 'the module'} is split over {other}, and not over {group}; convert what each group "
                 "splits by itself"
+            )
+    mark_parameters(module)
+    for name, part in module.named_modules():
+        unmarked = [own for own, parameter in part.named_parameters() if not hasattr(parameter, "tensor_parallel_dim")]
+        if isinstance(part, MarkedModule) and unmarked:
+            raise ValueError(
+                f"{kind}: {', '.join(unmarked)} of {name or 'the module'} do not say how the ranks split them, as what "
+                "torch.nn.utils.parametrize makes of a weight does not; remove it first, or set tensor_parallel_dim, "
+                "None for what is whole"
             )
 
 
@@ -174,7 +184,6 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 def _marks_of(module: nn.Module) -> dict[str, nn.Parameter]:
     """All parameters; one that has two names, as tied weights do, under both."""
-    mark_parameters(module)
     return dict(module.named_parameters(remove_duplicate=False))
 
 
