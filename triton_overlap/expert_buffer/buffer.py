@@ -467,7 +467,7 @@ class ExpertBuffer:
 
     def _check_open(self) -> None:
         if self.closed:
-            raise ClosedError(f"{self.handle} is closed; make a new ExpertBuffer")
+            raise ClosedError(f"{self.handle} is closed; make a new ExpertBuffer, and build modules that used it anew")
 
     def _check_handle(self, handle: EpHandle) -> None:
         self._check_open()

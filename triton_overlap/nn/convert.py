@@ -160,8 +160,10 @@ def _check_module(kind: str, module: object, group: Group) -> None:
             )
     mark_parameters(module)
     for name, part in module.named_modules():
+        if not isinstance(part, MarkedModule):
+            continue
         unmarked = [own for own, parameter in part.named_parameters() if not hasattr(parameter, "tensor_parallel_dim")]
-        if isinstance(part, MarkedModule) and unmarked:
+        if unmarked:
             raise ValueError(
                 f"{kind}: {', '.join(unmarked)} of {name or 'the module'} do not say how the ranks split them, as what "
                 "torch.nn.utils.parametrize makes of a weight does not; remove it first, or set tensor_parallel_dim, "
