@@ -60,6 +60,8 @@ STATE: tuple[Body, ...] = (
     state_bodies.replicated_gradients,
     state_bodies.settings,
 )
+#: Bodies that take a group.
+WRAPPERS: tuple[Body, ...] = (wrapper_bodies.marked_whole, wrapper_bodies.replaced, wrapper_bodies.parametrized)
 PACKED_LLAMA = replace(CPU, shape=replace(CPU.shape, **LLAMA))
 
 
@@ -182,7 +184,7 @@ def test_state(body: Body) -> None:
     on_ranks(2, body, CPU)
 
 
-@pytest.mark.parametrize("body", (wrapper_bodies.replaced, wrapper_bodies.parametrized), ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", WRAPPERS, ids=lambda body: body.__name__)
 def test_replaced_parameters(body: Body) -> None:
     on_ranks(2, body)
 

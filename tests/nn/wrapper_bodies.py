@@ -1,4 +1,4 @@
-"""Modules whose parameters a wrapper replaces, as bodies for rank processes."""
+"""Marks of whole models, and of modules whose parameters a wrapper replaces, as bodies for rank processes."""
 
 from __future__ import annotations
 
@@ -97,6 +97,46 @@ def fully_sharded(tensor_parallel: int) -> None:
             assert_equal(f"initial {name}", _whole(drawn), parameter.detach())
     finally:
         group.close()
+
+
+def marked_whole(group: to.Group) -> None:
+    """``mark_sequence_parallel`` of a model leaves the layers in it that are split alone: gradients are those of one
+    process, also in a copy. A mark on a split parameter is refused."""
+    torch.manual_seed(6)
+    middle = 4 * group.world_size
+    plain = nn.Sequential(
+        nn.LayerNorm(8), nn.Linear(8, middle), nn.Tanh(), nn.Linear(middle, 8), nn.Linear(8, 8), nn.RMSNorm(8)
+    ).to(group.device)
+    model = copy.deepcopy(plain)
+    shared: dict[str, Any] = {"group": group, "max_tokens": 2 * group.world_size}
+    for index, kind in ((1, to.nn.ColumnParallelLinear), (3, to.nn.RowParallelLinear)):
+        linear = plain[index]
+        assert isinstance(linear, nn.Linear)
+        model[index] = kind.from_linear(linear, **shared)
+    model[4] = to.nn.Linear(8, 8, **shared)
+    model[4].load_state_dict(plain[4].state_dict())
+    to.nn.mark_sequence_parallel(model)
+    x = torch.randn(2 * group.world_size, 8, device=group.device)
+    plain(x).exp().sum().backward()
+    for each in (model, copy.deepcopy(model)):
+        each(x.chunk(group.world_size)[group.rank]).exp().sum().backward()
+        to.nn.all_reduce_replicated_gradients(each, group)
+        for name, parameter in each.named_parameters():
+            assert parameter.grad is not None
+            expected, dim = plain.get_parameter(name).grad, getattr(parameter, "tensor_parallel_dim", None)
+            assert expected is not None
+            mine = expected if dim is None else expected.chunk(group.world_size, dim)[group.rank]
+            assert_close(f"gradient of {name}", parameter.grad, mine.double(), torch.float32)
+
+    if group.rank == group.world_size - 1:
+        model.get_parameter("1.weight").sequence_parallel = True  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"1.weight is marked sequence_parallel, and the ranks split its dimension 0"):
+        to.nn.all_reduce_replicated_gradients(model, group)
+    weights = nn.Sequential(to.nn.RowParallelLinear(4 * group.world_size, 8, False, **shared), nn.RMSNorm(8))
+    nn.utils.parametrizations.weight_norm(weights[0])
+    to.nn.mark_sequence_parallel(weights)
+    marked = [name for name, parameter in weights.named_parameters() if hasattr(parameter, "sequence_parallel")]
+    assert marked == ["1.weight"]
 
 
 def _replace(model: nn.Module) -> None:

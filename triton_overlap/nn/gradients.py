@@ -72,6 +72,13 @@ def _marked_gradients(module: object, group: Group) -> dict[str, Tensor]:
         grad = parameter.grad
         if grad is None or not getattr(parameter, "sequence_parallel", False):
             continue
+        dim = getattr(parameter, "tensor_parallel_dim", None)
+        if dim is not None:
+            raise ValueError(
+                f"{_NAME}: {name} is marked sequence_parallel, and the ranks split its dimension {dim}: gradients of "
+                "different shards have no sum; leave out one of the two, sequence_parallel or tensor_parallel_dim "
+                "(nn.mark_sequence_parallel marks a model's whole parameters alone)"
+            )
         if hasattr(grad, "to_local"):  # a DTensor, whose class is slow to import: this rank's shard, in place
             grad = grad.to_local()
         if grad.layout != torch.strided or grad.device != group.device:

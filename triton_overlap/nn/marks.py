@@ -35,6 +35,9 @@ def mark(parameter: Any, dim: int | None, parts: int, sequence_parallel: bool) -
 class MarkedModule(nn.Module):
     """A module that marks its own parameters, and again those that torch puts in their place."""
 
+    #: Dimension that the ranks split of its parameters, or of its weight; None where each rank holds the whole.
+    _split_dim: int | None = None
+
     def _mark_parameters(self) -> None:
         raise NotImplementedError
 
@@ -78,13 +81,31 @@ def mark_parameters(module: nn.Module) -> None:
 
 
 def mark_sequence_parallel(module: nn.Module) -> None:
-    """Mark all of a module's parameters as applied to this rank's tokens only: a final norm or an embedding, say."""
+    """Say that a module sees this rank's tokens only: mark its parameters, so that their gradients are summed.
+
+    Args:
+        module: a final norm or an embedding, say, or a whole model whose norms and the like see this rank's rows.
+            Layers in it that the ranks split keep their own marks, and so do other parameters that carry a
+            ``tensor_parallel_dim``: gradients of different shards have no sum.
+
+    Raises:
+        TypeError: ``module`` is no module.
+    """
     check_module("mark_sequence_parallel", module)
+    # With what is in them, as a parametrisation is, whose parameters stand for a split one.
+    split = {
+        inner
+        for part in module.modules()
+        if isinstance(part, MarkedModule) and part._split_dim is not None
+        for inner in part.modules()
+    }
     for part in module.modules():
-        setattr(part, _TOLD, True)
-        _mark_own(part)
+        if part not in split:
+            setattr(part, _TOLD, True)
+            _mark_own(part)
 
 
 def _mark_own(module: nn.Module) -> None:
     for parameter in module.parameters(recurse=False):
-        parameter.sequence_parallel = True  # type: ignore[attr-defined]
+        if getattr(parameter, "tensor_parallel_dim", None) is None:
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]

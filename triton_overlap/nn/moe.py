@@ -84,11 +84,8 @@ class RouterSettings:
 
 
 class _Part(MarkedModule):
-    """A part of the layer, whose parameters are all split in one way."""
-
-    #: Dimension of every parameter that the ranks split. None: each rank holds the whole and sees its own tokens, so
-    #: its gradient is a partial sum.
-    _split_dim: int | None = None
+    """A part of the layer, whose parameters are all split in one way; where they are not, each rank sees its own
+    tokens, so that its gradient is a partial sum."""
 
     def _mark_parameters(self) -> None:
         for parameter in self.parameters(recurse=False):

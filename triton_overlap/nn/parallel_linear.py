@@ -40,8 +40,6 @@ class ParallelLinear(MarkedModule):
     A subclass says which dimension of the full [out_features, in_features] weight is split.
     """
 
-    #: Dimension of the weight that the ranks split, or None where every rank holds all of it.
-    _split_dim: int | None
     #: Equal parts that the out_features are stacked from, each of which is split over the ranks by itself.
     _parts: int = 1
     #: Of the operations, as ``str`` of a ``GemmMethods`` or of a ``Method``.
