@@ -239,8 +239,9 @@ def test_state_on_gpus(body: Body) -> None:
 
 
 @pytest.mark.gpu
-def test_replaced_parameters_on_gpus(gpu_ranks: Ranks) -> None:
-    on_ranks(gpu_ranks, wrapper_bodies.replaced)
+@pytest.mark.parametrize("body", WRAPPERS, ids=lambda body: body.__name__)
+def test_replaced_parameters_on_gpus(body: Body, gpu_ranks: Ranks) -> None:
+    on_ranks(gpu_ranks, body)
 
 
 @pytest.mark.gpu

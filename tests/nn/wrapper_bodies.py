@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import triton_overlap as to
 from tests.ops.cases import assert_close, assert_equal
@@ -167,13 +167,37 @@ def replaced(group: to.Group) -> None:
 
 
 def parametrized(group: to.Group) -> None:
-    """Parameters in whose place others were put that say nothing are not taken for whole ones."""
-    layer = to.nn.ColumnParallelLinear(8, 8 * group.world_size, group=group, max_tokens=group.world_size)
-    nn.utils.parametrizations.weight_norm(layer)
-    for call in (to.nn.gather_state_dict, partial(to.nn.shard_state_dict, {})):
-        with pytest.raises(ValueError, match=r"weight.original0, .* of the module do not say how the ranks split them"):
-            call(layer, group)
-    for parameter in layer.parameters():
-        parameter.tensor_parallel_dim = 0  # type: ignore[attr-defined]
-    for x in to.nn.gather_state_dict(layer, group).values():
-        assert x.shape[0] == 8 * group.world_size
+    """Gradients of what a partial parameter is made from are summed, and converters refuse what is not split as the
+    parameter is; without the parametrization everything is as before."""
+    plain = _model(group, experts=False)
+    model = copy.deepcopy(plain)
+    fc1: Any = model[0].fc1
+    fc2: Any = plain[0].fc2
+    for part, name in ((fc1, "layer_norm_weight"), (fc1, "weight"), (model[1], "weight")):
+        parametrizations.weight_norm(part, name)
+    x = torch.randn(4, 16, device=group.device)
+    expected, found = _gradients(plain, x, group), _gradients(model, x, group)
+    # The norms' weights are ones, each of which is its magnitude times its sign.
+    for name in ("0.fc1.layer_norm_weight", "1.weight"):
+        of, _, own = name.rpartition(".")
+        assert_close(name, found[f"{of}.parametrizations.{own}.original0"], expected[name], torch.float32)
+    full = to.nn.gather_state_dict(plain, group)
+    made = r"nothing says how the ranks split \['0\.fc1\.parametrizations\.weight\.original0', .*original1'\]; remove"
+    for convert in (to.nn.gather_state_dict, lambda *args: to.nn.shard_state_dict(full, *args)):
+        with pytest.raises(ValueError, match=made):
+            convert(model, group)
+    for parameter in fc1.parametrizations.weight.parameters():
+        parameter.tensor_parallel_dim = 0
+        parameter.tensor_parallel_parts = 2
+    assert to.nn.gather_state_dict(model, group)["0.fc1.parametrizations.weight.original0"].shape == (
+        8 * group.world_size,
+        1,
+    )
+    parametrize.remove_parametrizations(fc1, "weight")
+    found = to.nn.gather_state_dict(model, group)
+    assert_close("weight", found["0.fc1.weight"], full["0.fc1.weight"], torch.float32)
+    prune.l1_unstructured(fc2, "weight", 3)
+    with pytest.raises(ValueError, match=r"\['0\.fc2\.weight_mask'\]"):
+        to.nn.gather_state_dict(plain, group)
+    prune.remove(fc2, "weight")
+    assert int((to.nn.gather_state_dict(plain, group)["0.fc2.weight"] == 0).sum()) == 3 * group.world_size

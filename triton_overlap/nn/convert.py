@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..comm.group import Group
 from .arguments import check_group, check_input, check_module, check_size, check_switches
-from .marks import MarkedModule, mark_parameters
+from .marks import MarkedModule, is_unmarked, mark_parameters
 from .sharding import join_shards, take_shard
 
 __all__ = [
@@ -151,6 +151,7 @@ def _check_module(kind: str, module: object, group: Group) -> None:
     """TypeError or ValueError unless it is known how each parameter of ``module`` is split over ``group``."""
     check_module(kind, module)
     assert isinstance(module, nn.Module)
+    mark_parameters(module)
     for name, part in module.named_modules():
         other = getattr(part, "group", None)
         if isinstance(other, Group) and (other.world_size, other.rank) != (group.world_size, group.rank):
@@ -158,17 +159,20 @@ def _check_module(kind: str, module: object, group: Group) -> None:
                 f"{kind}: {name or 'the module'} is split over {other}, and not over {group}; convert what each group "
                 "splits by itself"
             )
-    mark_parameters(module)
-    for name, part in module.named_modules():
-        if not isinstance(part, MarkedModule):
-            continue
-        unmarked = [own for own, parameter in part.named_parameters() if not hasattr(parameter, "tensor_parallel_dim")]
-        if unmarked:
-            raise ValueError(
-                f"{kind}: {', '.join(unmarked)} of {name or 'the module'} do not say how the ranks split them, as what "
-                "torch.nn.utils.parametrize makes of a weight does not; remove it first, or set tensor_parallel_dim, "
-                "None for what is whole"
-            )
+        if isinstance(part, MarkedModule) and group.world_size > 1:
+            _check_all_known(kind, name, part)
+
+
+def _check_all_known(kind: str, name: str, part: MarkedModule) -> None:
+    """ValueError where a module that the ranks split has tensors of which nothing says how they are split."""
+    known = {key for key, parameter in part.named_parameters(remove_duplicate=False) if not is_unmarked(parameter)}
+    unknown = sorted(f"{name}.{key}".lstrip(".") for key in _tensors_of(part) if key not in known)
+    if unknown:
+        raise ValueError(
+            f"{kind}: nothing says how the ranks split {unknown}; remove parametrizations and pruning first, with "
+            "torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.prune.remove, on a copy.deepcopy of "
+            "the module if need be; of parameters of your own, set tensor_parallel_dim and tensor_parallel_parts"
+        )
 
 
 def _check_tensors(kind: str, tensors: object) -> None:

@@ -95,11 +95,8 @@ class LayerNormLinear(Linear):
             self.register_parameter("layer_norm_bias", None)
         super()._make_parameters(bias, device, dtype)
 
-    def _mark_parameters(self) -> None:
-        super()._mark_parameters()
-        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
-            if parameter is not None:
-                self._mark(parameter, None)
+    def _split_dims(self) -> dict[str, int | None]:
+        return {**super()._split_dims(), "layer_norm_weight": None, "layer_norm_bias": None}
 
     def reset_parameters(self) -> None:
         """Draw the linear layer as :class:`Linear` does; the norm starts as the identity. Collective."""

@@ -5,20 +5,21 @@
     sequence_parallel      whether it acts on this rank's tokens alone, so that its gradient is a partial sum
 
 These are attributes, and a copy, a cast, ``to_empty`` or a wrapper such as ``fully_shard`` puts a new parameter in the
-place of the old one. So modules remember them, and say them again.
+place of the old one. So modules remember them, and say them again. Where ``torch.nn.utils.parametrize`` makes a
+parameter from others, those are marked in its place, as far as what is known of it holds for them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torch import nn
 
 from .arguments import check_module
 
-__all__ = ["MarkedModule", "mark", "mark_parameters", "mark_sequence_parallel"]
+__all__ = ["MarkedModule", "is_unmarked", "mark", "mark_parameters", "mark_sequence_parallel"]
 
 _Marked = TypeVar("_Marked", bound="MarkedModule")
 #: Of modules whose own parameters ``mark_sequence_parallel`` was told about.
@@ -32,14 +33,42 @@ def mark(parameter: Any, dim: int | None, parts: int, sequence_parallel: bool) -
     parameter.sequence_parallel = sequence_parallel
 
 
+def is_unmarked(parameter: Any) -> bool:
+    """Whether nothing says how the ranks split it."""
+    return not hasattr(parameter, "tensor_parallel_dim")
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, Any, bool]]:
+    """Those of the module itself and, under the name of a parametrized one, those that it is made from: name,
+    parameter, and whether it has the shape and the split of what the name stands for."""
+    for name, parameter in module.named_parameters(recurse=False):
+        yield name, parameter, True
+    made: Any = getattr(module, "parametrizations", None)
+    for name, origin in made.items() if isinstance(made, nn.ModuleDict) else ():
+        for part, parameter in origin.named_parameters():
+            yield name, parameter, part == "original"  # the parameter that was there; several are called otherwise
+
+
 class MarkedModule(nn.Module):
     """A module that marks its own parameters, and again those that torch puts in their place."""
 
     #: Dimension that the ranks split of its parameters, or of its weight; None where each rank holds the whole.
     _split_dim: int | None = None
 
-    def _mark_parameters(self) -> None:
+    def _marks_of(self, name: str) -> tuple[int | None, int, bool] | None:
+        """What ``mark`` is to say of the module's own parameter ``name``; None of one that the module does not know."""
         raise NotImplementedError
+
+    def _mark_parameters(self, *, anew: bool = True) -> None:
+        """Say on each parameter how it is split and whether its gradient is a partial sum; without ``anew`` on those
+        that say nothing yet."""
+        for name, parameter, is_like_it in _own_parameters(self):
+            marks = self._marks_of(name)
+            if marks is None or not (anew or is_unmarked(parameter)):
+                continue
+            # That a gradient is partial holds for whatever a parameter is made from; a split, for what has its shape.
+            if is_like_it or marks[0] is None:
+                mark(parameter, *marks)
 
     def __deepcopy__(self: _Marked, memo: dict[int, Any]) -> _Marked:
         copied = type(self).__new__(type(self))
@@ -71,10 +100,8 @@ def mark_parameters(module: nn.Module) -> None:
     check_module("mark_parameters", module)
     parts = list(module.modules())
     for part in parts:
-        if isinstance(part, MarkedModule) and not all(
-            hasattr(parameter, "tensor_parallel_dim") for parameter in part.parameters(recurse=False)
-        ):
-            part._mark_parameters()
+        if isinstance(part, MarkedModule):
+            part._mark_parameters(anew=False)
     for part in parts:  # last: a weight tied to one of another module is partial if it is so in either
         if getattr(part, _TOLD, False):
             _mark_own(part)
@@ -106,6 +133,6 @@ def mark_sequence_parallel(module: nn.Module) -> None:
 
 
 def _mark_own(module: nn.Module) -> None:
-    for parameter in module.parameters(recurse=False):
+    for _, parameter, _ in _own_parameters(module):
         if getattr(parameter, "tensor_parallel_dim", None) is None:
-            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+            parameter.sequence_parallel = True

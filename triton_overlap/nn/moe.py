@@ -44,7 +44,7 @@ from .arguments import (
     main_grad_of,
 )
 from .initialization import common_generator, initial_values
-from .marks import MarkedModule, mark
+from .marks import MarkedModule
 from .settings import multiplied_dtype
 
 __all__ = ["MoE", "RouterSettings"]
@@ -87,9 +87,8 @@ class _Part(MarkedModule):
     """A part of the layer, whose parameters are all split in one way; where they are not, each rank sees its own
     tokens, so that its gradient is a partial sum."""
 
-    def _mark_parameters(self) -> None:
-        for parameter in self.parameters(recurse=False):
-            mark(parameter, self._split_dim, 1, self._split_dim is None)
+    def _marks_of(self, name: str) -> tuple[int | None, int, bool]:
+        return self._split_dim, 1, self._split_dim is None
 
 
 class _Router(_Part):

@@ -24,7 +24,7 @@ from .arguments import (
     main_grad_of,
 )
 from .initialization import common_generator, initial_values
-from .marks import MarkedModule, mark
+from .marks import MarkedModule
 from .overlap import LIBRARY_CHOICE
 from .settings import multiplied_dtype
 from .sharding import take_shard
@@ -207,17 +207,19 @@ class ParallelLinear(MarkedModule):
         dim = 0 if self._split_dim == 0 else None
         return take_shard(full_bias, dim, self._parts, self.group.rank, self.group.world_size)
 
-    def _mark_parameters(self) -> None:
-        """Say on each parameter how it is split and whether its gradient is a partial sum. Subclasses add theirs."""
-        self._mark(self.weight, self._split_dim)
-        if self.bias is not None:
-            self._mark(self.bias, 0 if self._split_dim == 0 else None)
+    def _split_dims(self) -> dict[str, int | None]:
+        """The dimension of each parameter that the ranks split. Subclasses add theirs."""
+        return {"weight": self._split_dim, "bias": 0 if self._split_dim == 0 else None}
 
-    def _mark(self, parameter: nn.Parameter, dim: int | None) -> None:
+    def _marks_of(self, name: str) -> tuple[int | None, int, bool] | None:
+        dims = self._split_dims()
+        if name not in dims:
+            return None
         # Whole on every rank and applied to this rank's rows. A row-parallel bias is not: it is added to the sum, and
         # its backward sees all rows.
+        dim = dims[name]
         partial = self.sequence_parallel and dim is None and self._split_dim != 1
-        mark(parameter, dim, 1 if dim is None else self._parts, partial)
+        return dim, 1 if dim is None else self._parts, partial
 
     def _user_buffer(self, dtype: torch.dtype, device_count: bool = False) -> UserBuffer | Communicator:
         buffer = self._registered.get((dtype, device_count))
