@@ -39,6 +39,7 @@ def test_all_gather_object_is_in_rank_order(world_size: int) -> None:
 def _large_values(sizes: list[int]) -> list[int]:
     """Keys that the store keeps after values of these many bytes, alternating between the ranks, and a barrier."""
     bootstrap = _bootstrap()
+    bootstrap.barrier(TIMEOUT_S)  # the keys of the first meeting stay
     before = bootstrap._store.num_keys()
     bootstrap.barrier(TIMEOUT_S)
     for number, size in enumerate(sizes):
@@ -95,6 +96,7 @@ def test_different_collectives_are_an_error_on_every_rank() -> None:
 
 def _rejoined() -> list[int]:
     bootstrap = _bootstrap()
+    bootstrap.barrier(TIMEOUT_S)
     rank = bootstrap.rank
     if rank == 0:
         with pytest.raises(CommTimeoutError, match=r"rejoin: rank 0 of 3 waited 1 s for ranks 1, 2$"):
@@ -119,6 +121,28 @@ def test_ranks_begin_anew_together_wherever_they_were() -> None:
     first, *others = run_ranks(3, _rejoined)
     assert first == sorted(set(first))
     assert others == [first, first]
+
+
+def _given_up() -> list[list[int]]:
+    """Two bootstraps, of which rank 1 makes neither, or gives up on one, before the ranks make one together."""
+    gathered = []
+    if dist.get_rank() == 0:
+        for _ in range(2):
+            with pytest.raises(CommTimeoutError, match=r"first meeting: rank 0 of 2 waited 0.05 s for rank 1$"):
+                _bootstrap().barrier(0.05)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with pytest.raises(CommTimeoutError, match=r"waited 0.05 s for rank 0$"):
+            _bootstrap().barrier(0.05)
+    dist.barrier()
+    first, second = _bootstrap(), _bootstrap()
+    for bootstrap in (second, first, second):
+        gathered.append(bootstrap.all_gather_object(dist.get_rank(), TIMEOUT_S))
+    return gathered
+
+
+def test_a_bootstrap_that_one_rank_gave_up_leaves_later_ones_sound() -> None:
+    assert run_ranks(2, _given_up) == [[[0, 1]] * 3] * 2
 
 
 def _subgroup() -> tuple[int, list[str]] | str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,14 @@ import triton_overlap as to
 from tests.distributed import run_ranks
 from triton_overlap.comm.group import Group
 from triton_overlap.comm.user_buffers import UserBuffer
-from triton_overlap.errors import ClosedError, CommError, CommMismatchError, CommTimeoutError, GroupBrokenError
+from triton_overlap.errors import (
+    BackendError,
+    ClosedError,
+    CommError,
+    CommMismatchError,
+    CommTimeoutError,
+    GroupBrokenError,
+)
 from triton_overlap.kernels import all_gather_matmul, matmul_reduce_scatter
 from triton_overlap.sim import World
 
@@ -270,18 +278,73 @@ def test_closed_groups_say_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "kind", "says"),
     [
-        ({"timeout_s": 0}, "positive seconds, at most .* got 0"),
-        ({"timeout_s": float("inf")}, "got inf"),
-        ({"timeout_s": "3"}, "got '3'"),
-        ({"check": "often"}, "got 'often'"),
-        ({"backend": "tcp"}, "'tcp'"),
+        ({"timeout_s": 0}, ValueError, "positive seconds, at most .* got 0"),
+        ({"timeout_s": float("inf")}, ValueError, "got inf"),
+        ({"timeout_s": "3"}, TypeError, "int or float, got '3'"),
+        ({"timeout_s": True}, TypeError, "got True"),
+        ({"check": "often"}, ValueError, "got 'often'"),
+        ({"check": 1}, TypeError, "got 1"),
+        ({"backend": "tcp"}, ValueError, "'tcp'"),
+        ({"backend": None}, TypeError, "got None; known are 'auto'"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_bad_arguments(arguments: dict[str, object], kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
         to.init_group(**arguments)  # type: ignore[arg-type]
+
+
+#: Of rank 1 alone, what every rank raises, and what it says.
+_WRONG_ON_ONE_RANK: list[tuple[dict[str, object], type[Exception], str]] = [
+    ({"backend": "tcp"}, ValueError, "on rank 1: unknown backend 'tcp'; known are 'auto'"),
+    ({"backend": 3}, TypeError, "on rank 1: backend must be the name of one, got 3"),
+    ({"timeout_s": -1}, ValueError, "on rank 1: timeout_s must be positive seconds, at most 2.592e+06, got -1"),
+    ({"timeout_s": "3"}, TypeError, "on rank 1: timeout_s must be a number of seconds"),
+    ({"check": "often"}, ValueError, 'on rank 1: check must be "sync", "async" or None, got \'often\''),
+    ({"timeout_s": 2 * TIMEOUT_S}, ValueError, "got rank 0: {'timeout_s': 3.0}; rank 1: {'timeout_s': 6.0}"),
+    ({"backend": "shm"}, ValueError, "got rank 0: {'backend': 'auto'}; rank 1: {'backend': 'shm'}"),
+    ({"check": "async"}, ValueError, "got rank 0: {'check': None}; rank 1: {'check': 'async'}"),
+]
+
+
+def _wrong_arguments_of_one_rank() -> list[tuple[str, str]]:
+    raised = []
+    for arguments, _, _ in _WRONG_ON_ONE_RANK:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            to.init_group(**({"timeout_s": TIMEOUT_S} | (arguments if dist.get_rank() else {})))  # type: ignore[arg-type]
+        raised.append((type(caught.value).__name__, str(caught.value)))
+    if dist.get_rank():
+        with pytest.raises(BackendError, match="got 'the world'"):
+            to.init_group("the world", timeout_s=TIMEOUT_S)
+    else:
+        assert "the arguments of a group" in str(_error(lambda: to.init_group(timeout_s=0.1)))
+    dist.barrier()
+    group, buffer = _start()
+    _gather_matmul(buffer, 8)
+    group.close()
+    return raised
+
+
+def test_an_argument_that_is_wrong_on_one_rank_is_an_error_of_all_and_spoils_nothing() -> None:
+    for raised in run_ranks(2, _wrong_arguments_of_one_rank):
+        for (_, kind, says), (name, message) in zip(_WRONG_ON_ONE_RANK, raised, strict=True):
+            assert name == kind.__name__
+            assert says in message
+
+
+def _backend_that_one_rank_cannot_load() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank():
+            patch.setitem(sys.modules, "triton_overlap.comm.backends.shm", None)
+        with pytest.raises(BackendError) as caught:
+            to.init_group(timeout_s=TIMEOUT_S)
+    return str(caught.value)
+
+
+def test_a_backend_that_one_rank_cannot_load() -> None:
+    for message in run_ranks(2, _backend_that_one_rank_cannot_load):
+        assert "on rank 1: the shm backend cannot be loaded" in message
 
 
 def _again_and_again() -> None:

@@ -10,10 +10,12 @@ expired. So a rank that completes ``n`` knows that nobody will read a key of an 
 its own: the store holds at most two keys a rank, plus those of collectives that expired and were not followed by a
 complete one.
 
-To begin anew after a failure (``rejoin``) the ranks agree on a generation, whose keys nobody has written yet. Each
-counts its own attempts, writes its count with what it has last seen of the others', and has met them once every rank
-has seen the counts as they are. What a rank left behind at an attempt that came to nothing has seen an older count of
-somebody, so nobody takes it for a rank that is there. Counts only grow, so their sum names the generation.
+To begin (before the first collective) the ranks agree on an instance, and to begin anew after a failure (``rejoin``) on
+a generation, whose keys nobody has written yet. Each counts its own attempts, writes its count with what it has last
+seen of the others', and has met them once every rank has seen the counts as they are. What a rank left behind at an
+attempt that came to nothing has seen an older count of somebody, so nobody takes it for a rank that is there. Counts
+only grow, so their sum names the generation. So a bootstrap that some rank never made, or gave up, costs the ranks that
+waited for it their time, and nothing that comes later.
 """
 
 from __future__ import annotations
@@ -93,8 +95,9 @@ class LocalBootstrap:
 class StoreBootstrap:
     """A group over the store of a ``torch.distributed`` process group.
 
-    Every rank of the process group constructs it, and then calls the same collectives in the same order. A rank that
-    is late for a collective which has expired elsewhere may still complete it: its peers' keys are still there.
+    Every rank of the process group constructs it, which is local, and then calls the same collectives in the same
+    order. The first begins with a meeting of its own. A rank that is late for a later one, which has expired elsewhere,
+    may still complete it: its peers' keys are still there.
 
     Args:
         process_group: the group; ranks here are ranks within it.
@@ -111,12 +114,7 @@ class StoreBootstrap:
         self.rank: int = process_group.rank()
         self.world_size: int = process_group.size()
         self._store = process_group.get_group_store()
-        # Several bootstraps may live on one store, one after the other or side by side. Each rank counts its own in the
-        # store itself, so that the count lives exactly as long as the keys it tells apart.
-        instance = self._store.add(f"triton_overlap/instances/{self.rank}", 1)
-        self._instance = f"triton_overlap/{instance}"
-        self._attempts = 0
-        self._begin(generation=0)
+        self._instance: str | None = None  # until the ranks have met
 
     def barrier(self, timeout_s: float) -> None:
         self._exchange("barrier", None, timeout_s)
@@ -125,28 +123,40 @@ class StoreBootstrap:
         return self._exchange("all_gather_object", value, timeout_s)
 
     def rejoin(self, timeout_s: float) -> int:
-        # See the module's page.
-        self._attempts += 1
-        keys = [f"{self._instance}/rejoin/{rank}" for rank in range(self.world_size)]
+        generation = self._meet(f"{self._opened(timeout_s)}/rejoin", "rejoin", timeout_s)
+        self._begin(generation)
+        return generation
+
+    def _opened(self, timeout_s: float) -> str:
+        """What all keys of this bootstrap begin with. Collective the first time."""
+        if self._instance is None:
+            # Several bootstraps may live on one store, one after the other or side by side, and share these keys: their
+            # numbers live exactly as long as the keys that they tell apart.
+            self._instance = f"triton_overlap/{self._meet('triton_overlap/open', 'first meeting', timeout_s)}"
+            self._begin(generation=0)
+        return self._instance
+
+    def _meet(self, place: str, what: str, timeout_s: float) -> int:
+        """A number that all ranks agree on and no earlier meeting at the keys ``place`` returned. See the module's
+        page."""
+        keys = [f"{place}/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + timeout_s
         sleep_s = 0.0001
         seen: tuple[int, ...] | None = None
-        with self._naming_store_failures("rejoin"):
+        with self._naming_store_failures(what):
+            attempt = self._store.add(f"{place}/attempts/{self.rank}", 1)
             while True:
-                self._store.set(keys[self.rank], cast(str, pickle.dumps((self._attempts, seen))))
+                self._store.set(keys[self.rank], cast(str, pickle.dumps((attempt, seen))))
                 entries = [self._entry(key) for key in keys]
                 attempts = tuple(count for count, _ in entries)
-                missing = [rank for rank, (_, theirs) in enumerate(entries) if theirs != attempts]
-                if not missing:
-                    break
-                if time.monotonic() >= deadline:
-                    raise self._expired("rejoin", timeout_s, [rank for rank in missing if rank != self.rank])
+                missing = [rank for rank, (_, theirs) in enumerate(entries) if theirs != attempts and rank != self.rank]
+                if not missing and seen == attempts:
+                    return sum(attempts)
+                if missing and time.monotonic() >= deadline:
+                    raise self._expired(what, timeout_s, missing)
                 seen = attempts
                 time.sleep(sleep_s)
                 sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
-        generation = sum(attempts)
-        self._begin(generation)
-        return generation
 
     def _entry(self, key: str) -> tuple[int, tuple[int, ...] | None]:
         """A rank's count of attempts, and the counts it has seen."""
@@ -178,6 +188,7 @@ class StoreBootstrap:
 
     def _exchange(self, kind: str, value: Any, timeout_s: float) -> list[Any]:
         payload = pickle.dumps((kind, value))
+        self._opened(timeout_s)
         sequence = self._sequence
         keys = [f"{self._prefix}/{sequence}/{rank}" for rank in range(self.world_size)]
         # The number is used up even if the collective expires, or the next call here would meet this one elsewhere.

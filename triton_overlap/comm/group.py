@@ -10,15 +10,14 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import BackendError, ClosedError, CommError, GroupBrokenError
+from .agreement import agree_on
 from .backend import Backend, SymmetricMemory
 from .bootstrap import ranks_in_words
 from .layout import RECORD_WORDS, control_bytes
-from .rules import check_capacity
+from .rules import check_capacity, check_timeout
 from .signals import RecordReader, decode_record, error_for
 from .user_buffers import UserBuffer
 
-#: A month. The device counts a wait's nanoseconds in 64 bits.
-LONGEST_TIMEOUT_S = 30 * 86400.0
 _RECOVER = "the group is broken: call group.recover() on every rank"
 #: How long closing a broken group waits for the other ranks to stop writing to it.
 BROKEN_CLOSE_S = 5.0
@@ -35,10 +34,13 @@ def symmetric_allocations() -> int:
     return _allocations_made
 
 
-def check_timeout(timeout_s: float) -> None:
-    """``ValueError`` unless ``timeout_s`` is a positive number of seconds that a device can count."""
-    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= LONGEST_TIMEOUT_S:
-        raise ValueError(f"timeout_s must be positive seconds, at most {LONGEST_TIMEOUT_S:g}, got {timeout_s!r}")
+def _check_check(check: object) -> None:
+    """TypeError or ValueError unless ``check`` says when a failed call raises, or is None."""
+    allowed = 'check must be "sync", "async" or None'
+    if check is not None and not isinstance(check, str):
+        raise TypeError(f"{allowed}, got {check!r}")
+    if check not in (None, "sync", "async"):
+        raise ValueError(f"{allowed}, got {check!r}")
 
 
 class Group:
@@ -57,14 +59,13 @@ class Group:
         kept: what layers above keep, under keys of their own, for as long as the group lives.
 
     Raises:
-        ValueError: ``timeout_s`` or ``check`` is none of these.
+        TypeError, ValueError: ``timeout_s`` or ``check`` is none of these.
         CommError: ranks did not come in time.
     """
 
     def __init__(self, backend: Backend, *, timeout_s: float = 300.0, check: str | None = None) -> None:
         check_timeout(timeout_s)
-        if check not in (None, "sync", "async"):
-            raise ValueError(f'check must be "sync", "async" or None, got {check!r}')
+        _check_check(check)
         self.backend = backend
         self.timeout_s = float(timeout_s)
         self._longest_wait_s = self.timeout_s  # of any buffer
@@ -199,41 +200,9 @@ class Group:
     def agree_on(self, what: str, judge: Callable[[], _T], compared: Callable[[_T], Any] | None = None) -> _T:
         """Collective: what ``judge`` returns here, once every rank's has returned and the results are equal.
 
-        For arguments of collective constructors: ranks meet before any of them gives up, so that a mistake of one is
-        an error of all at once, and not one rank's own while the others wait for it.
-
-        Args:
-            what: is judged and compared, for messages.
-            judge: checks the arguments, and raises where they break a rule. Local.
-            compared: what of the result must be equal on every rank, picklable; by default the result itself.
-
-        Raises:
-            BackendError, NotImplementedError, TypeError, ValueError, RuntimeError: what ``judge`` raised on some rank,
-                on every rank; the message names it.
-            ValueError: the results differ; lists them all, of mappings the entries that differ. Or the ranks compare
-                different things.
+        For arguments of collective constructors; args and errors as of ``comm/agreement.py``, and those of ``barrier``.
         """
-        problem: Exception | None = None
-        mine = None
-        try:
-            result = judge()
-            mine = result if compared is None else compared(result)
-        except Exception as error:  # noqa: BLE001  # raised below, on every rank
-            problem = error
-        sent = None if problem is None else (_kind(problem), str(problem))
-        purpose = f"compare {what}" if sent is None else f"tell them: {sent[1]}"
-        everyone = self.all_gather_object((what, mine, sent), purpose)
-        problems = {rank: found for rank, (_, _, found) in enumerate(everyone) if found is not None}
-        if problems:
-            raise _error_of_ranks(problems, self.world_size) from problem
-        if any(other != what for other, _, _ in everyone):
-            come = "; ".join(f"rank {rank}: {other}" for rank, (other, _, _) in enumerate(everyone))
-            raise ValueError(f"the ranks compare different things, make the same calls on every rank: {come}")
-        values = [value for _, value, _ in everyone]
-        if any(other != values[0] for other in values):
-            given = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(_differing(values)))
-            raise ValueError(f"{what} must be the same on every rank, got {given}")
-        return result
+        return agree_on(self.all_gather_object, what, judge, compared)
 
     def before_call(self, *, capturable: bool = False) -> None:
         """Raise what stands in the way of a call (a closed or broken group, a failure since the last call, another
@@ -413,31 +382,6 @@ class Group:
         return f"Group({self.name}, rank {self.rank} of {self.world_size}, {self.backend.name})"
 
 
-def _kind(error: Exception) -> type[Exception]:
-    """What ``error`` becomes on all ranks: a class that takes a message, and that all of them have."""
-    kinds = (BackendError, NotImplementedError, TypeError, ValueError)
-    return next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
-
-
-def _error_of_ranks(problems: dict[int, tuple[type[Exception], str]], world_size: int) -> Exception:
-    """The error that every rank raises for what was wrong on some: that of the lowest, with those of the others."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, (_, text) in problems.items():
-        ranks_of.setdefault(text, []).append(rank)
-    kind, text = next(iter(problems.values()))
-    if len(ranks_of[text]) < world_size:
-        text = "; ".join(f"on {ranks_in_words(ranks)}: {each}" for each, ranks in ranks_of.items())
-    return kind(text)
-
-
-def _differing(values: list[Any]) -> list[Any]:
-    """Mappings, without the entries that are the same in all of them; anything else as it is."""
-    if not all(isinstance(value, dict) for value in values):
-        return values
-    same = {key for key, x in values[0].items() if all(key in value and value[key] == x for value in values)}
-    return [{key: x for key, x in value.items() if key not in same} for value in values]
-
-
 def _description(buffer: Any) -> str:
     counts = " with device_count" if getattr(buffer, "device_count", False) else ""
     return f"{type(buffer).__name__} {list(buffer.capacity_shape)} {buffer.dtype}{counts}"
@@ -475,12 +419,20 @@ def init_group(
         check: see :class:`Group`.
 
     Raises:
-        BackendError: the backend cannot run here; the message says why and what would.
-        ValueError: ranks ask for different things.
+        BackendError: the backend cannot run here; the message says why and what would. Or ``process_group`` is none of
+            which this process is a member.
+        CommTimeoutError: ranks did not come within ``timeout_s``; names them.
+        TypeError: an argument is of another type than its annotation says.
+        ValueError: ranks ask for different things, or for what there is not.
+
+    All of these on every rank, also where one rank alone is at fault; but for ``process_group``, by which ranks meet.
     """
     from .backends import create
 
-    group = Group(create(backend, process_group, timeout_s=timeout_s), timeout_s=timeout_s, check=check)
-    group.agree("timeout_s and check of a group", (group.timeout_s, group.check_mode))
+    def judge() -> dict[str, object]:
+        _check_check(check)
+        return {"check": check}
+
+    group = Group(create(backend, process_group, timeout_s=timeout_s, judge=judge), timeout_s=timeout_s, check=check)
     group.device_name = " + ".join(sorted(set(group.all_gather_object(group.device_name))))
     return group

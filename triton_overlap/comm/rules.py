@@ -1,5 +1,5 @@
-"""What the capacity of a user buffer, an active shape and a count on the device must be. A broken rule is an error that
-names it, what was given and what is allowed; nothing is allocated or sent then."""
+"""What a timeout, the capacity of a user buffer, an active shape and a count on the device must be. A broken rule is an
+error that names it, what was given and what is allowed; nothing is allocated or sent then."""
 
 from __future__ import annotations
 
@@ -15,8 +15,18 @@ from .layout import BufferLayout
 _MOST_ROWS = 2**31 - 1
 #: Bytes at most: what a process can address. Backends refuse less, where they find no room.
 _MOST_BYTES = 2**47
+#: A month. The device counts a wait's nanoseconds in 64 bits.
+LONGEST_TIMEOUT_S = 30 * 86400.0
 #: dtypes that a buffer may have, and the rows that kernels take.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_timeout(timeout_s: object) -> None:
+    """TypeError or ValueError unless ``timeout_s`` is a positive number of seconds that a device can count."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
+        raise TypeError(f"timeout_s must be a number of seconds, int or float, got {timeout_s!r}; float() makes it one")
+    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+        raise ValueError(f"timeout_s must be positive seconds, at most {LONGEST_TIMEOUT_S:g}, got {timeout_s!r}")
 
 
 def check_active_shape(shape: Sequence[int], capacity: tuple[int, int], world_size: int) -> tuple[int, int]:

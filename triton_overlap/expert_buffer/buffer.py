@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from ..comm.backend import SymmetricMemory
-from ..comm.group import Group, check_timeout
+from ..comm.group import Group
 from ..comm.network import Network, check_requirements, create_network
+from ..comm.rules import check_timeout
 from ..comm.signals import EpForm, HeaderOperation, ep_operation_code
 from ..errors import ClosedError
 from ..kernels import ep_combine, ep_dispatch, ep_route, ep_unpack
