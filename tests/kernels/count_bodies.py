@@ -62,7 +62,7 @@ class Kernels:
         x, a, b, bias = given
         buffer, tokens = self.gather_buffer, a.shape[0]
         results = {}
-        product = all_gather_matmul.launch(buffer, x, b, bias, gather=True, sender="programs", active_tokens=count)
+        product = all_gather_matmul.launch(buffer, x, b, bias, gather=True, use_ce=False, active_tokens=count)
         results["all_gather_matmul"] = product
         results["gathered"] = gathered.launch(buffer, tokens, count)
         results["matmul_reduce_scatter"] = matmul_reduce_scatter.launch(

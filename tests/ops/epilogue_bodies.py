@@ -142,8 +142,8 @@ def errors(group: to.Group) -> None:
     a, c = torch.zeros(2 * group.world_size, 5, device=group.device), torch.zeros(5, 8, device=group.device)
     epoch = buffer.epoch
     refused: list[tuple[type[Exception], str, Any]] = [
-        (ValueError, "activation must be one of .*'swiglu', got 'tanh'", {"activation": "tanh"}),
-        (ValueError, "activation must be one of .*, got 3", {"activation": 3}),
+        (ValueError, "activation must be one of .*swiglu, got 'tanh'", {"activation": "tanh"}),
+        (TypeError, "activation must be one of .*, got 3", {"activation": 3}),
         (ValueError, "even number of columns with activation 'swiglu'", {"activation": "swiglu"}),
     ]
     for kind, message, arguments in refused:

@@ -50,9 +50,9 @@ def test_wide_rows() -> None:
 
 def test_errors() -> None:
     x = torch.ones(3, 5)
-    with pytest.raises(ValueError, match=r"activation: the activation must be one of gelu, .*, got 'swiglu'"):
+    with pytest.raises(ValueError, match=r"activation: name must be one of gelu, .*, got 'swiglu'"):
         to.activation(x, "swiglu")
-    with pytest.raises(ValueError, match=r"gated_activation: the activation must be one of geglu, .*, got 'gelu'"):
+    with pytest.raises(ValueError, match=r"gated_activation: name must be one of geglu, .*, got 'gelu'"):
         to.gated_activation(x, "gelu")
     with pytest.raises(ValueError, match=r"gate_up must have an even number of columns, got \[3, 5\]"):
         to.swiglu(x)

@@ -13,6 +13,7 @@ from torch import Tensor
 import triton_overlap as to
 from tests.ops.cases import assert_close, assert_equal
 from triton_overlap import reference
+from triton_overlap.sim import World
 
 operation: Any = importlib.import_module("triton_overlap.ops.grouped_matmul")  # its function has the same name
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -114,11 +115,16 @@ def test_counts_compile_nothing(device: str) -> None:
     assert to.specializations() == before
 
 
-def test_more_rows_than_there_are() -> None:
-    """Counts of a call that failed may be anything."""
-    a, b = torch.ones(4, 8), torch.ones(2, 8, 8)
-    for counts in ((3, 10**6), (2**31 - 1, 2**31 - 1), (-5, 2)):
-        to.grouped_matmul(a, b, torch.tensor(counts, dtype=torch.int32))
+@pytest.mark.parametrize(
+    "counts, groups", [((3, 10**6), [0, 0, 0, 1]), ((2**31 - 1, 2**31 - 1), [0, 0, 0, 0]), ((-5, 2), [1, 1])]
+)
+def test_more_rows_than_there_are(counts: tuple[int, int], groups: list[int]) -> None:
+    """Counts of a call that failed may be anything; the simulator sees rows that do not exist."""
+    a, b = torch.ones(4, 8), torch.stack([torch.full((8, 8), 1.0), torch.full((8, 8), 2.0)])
+    rows = torch.tensor(counts, dtype=torch.int32)
+    (out,) = World(1).run(lambda group: to.grouped_matmul(a, b, rows))
+    for row, group in enumerate(groups):
+        assert out[row].tolist() == [8.0 * (group + 1)] * 8
 
 
 def test_opcheck() -> None:

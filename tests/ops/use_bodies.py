@@ -84,7 +84,10 @@ def autocast(group: to.Group, sizes: Sizes) -> None:
     def run(operands: list[Tensor]) -> Tensor:
         x, w, w_bias, v, v_bias = operands
         h = to.all_gather_matmul(x, w, bias=w_bias, buffer=buffer)
-        return to.matmul_reduce_scatter(h, v, bias=v_bias, buffer=buffer)
+        part = to.matmul_reduce_scatter(h, v, bias=v_bias, buffer=buffer)
+        whole, product = to.all_gather_beside_matmul(part, x, w, bias=w_bias, buffer=buffer)
+        again, _ = to.reduce_scatter_beside_matmul(whole, product, v, bias=v_bias, buffer=buffer)
+        return again
 
     expected = run([x.to(low) for x in leaves])
     expected.backward(d_out)

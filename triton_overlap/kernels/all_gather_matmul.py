@@ -16,7 +16,7 @@ Example, W 2, two tiles a chunk, two pieces a chunk::
 
 Progress, with however few programs resident: a tile of phase p waits only for pieces that stand, in the queue of their
 sender, before every tile of phase p; a push waits for nothing, and every program works off its tasks in queue order. So
-by induction over p all pieces for phase p are pushed. Where the copy engine sends (``sender="copy_engine"``), there
+by induction over p all pieces for phase p are pushed. Where the copy engine sends (``use_ce``), there
 are no pushes in the queue, and the copies wait for no program at all.
 
 Lower bound: the larger of the GEMM alone and of (W-1)/W * T * K elements over the link.
@@ -43,7 +43,8 @@ from ..comm.device import (
 from ..comm.signals import HeaderOperation, operation_code
 from ..comm.user_buffers import Call, UserBuffer
 from . import config as _config
-from .config import COPY_ENGINE_ROWS, TileConfig, rows_per_piece, tile_config
+from .config import TileConfig, rows_per_piece, tile_config
+from .copy_engine import sending_copies
 from .epilogue import Epilogue, finish_gated_tile, finish_tile
 from .launching import launch_kernel
 from .operands import StoredB, chunk_descriptor, contiguous_rows, gemm_arguments, use_descriptors
@@ -194,7 +195,7 @@ def launch(
     active_tokens: torch.Tensor | None = None,
     gather: bool = False,
     epilogue: Epilogue | None = None,
-    sender: str = "auto",
+    use_ce: bool | None = None,
     config: TileConfig | None = None,
 ) -> torch.Tensor:
     """``concat(x of every rank) @ b + bias``, or its activation, as a fresh [T, N] tensor, [T, N/2] where it is gated.
@@ -208,8 +209,8 @@ def launch(
             Rows past the active ones are neither read, with any effect, nor written.
         gather: leave the gathered rows, the own ones included, in ``buffer.gathered(T)`` until the buffer's next call.
         epilogue: an activation of the product.
-        sender: ``"programs"`` push from inside the kernel, ``"copy_engine"`` sends beside it, ``"auto"`` takes the
-            copy engine of a GPU where the chunk is long enough to pay for its hand-over.
+        use_ce: the copy engine sends beside the kernel, or programs push from inside it (False). None takes the copy
+            engine of a GPU where the chunk is long enough to pay for its hand-over.
         config: tile sizes; by default those for N, K and the dtype.
     """
     group = buffer.group
@@ -223,11 +224,8 @@ def launch(
     config = config or tile_config(x.dtype, b.shape[1], k, interpreted=group.backend.interpreted)
     gated = epilogue is not None and epilogue.gated
     out = torch.empty(tokens, b.shape[1] // 2 if gated else b.shape[1], dtype=x.dtype, device=x.device)
-    copies = group.backend.copies if world_size > 1 else None
-    if sender == "programs" or (sender == "auto" and (group.backend.interpreted or rows < COPY_ENGINE_ROWS)):
-        copies = None
-    if active_tokens is not None:  # the copy engine's sizes are the host's
-        copies = None
+    # The copy engine's sizes are the host's.
+    copies = sending_copies(buffer, rows, use_ce) if active_tokens is None else None
     by = "fused" if copies is None else "fused by copy engine"
     with buffer.call() as call:
         slot, slot_rows = buffer.slot_chunks(rows)

@@ -16,9 +16,6 @@ from .epilogue import Epilogue
 from .methods import Method
 from .steps import multiply_into
 
-#: Who sends in the fused all-gather, by the option ``use_ce``.
-_SENDERS = {None: "auto", False: "programs", True: "copy_engine"}
-
 
 def _tiles(method: Method) -> TileConfig | None:
     return None if method.tiles is None else TileConfig.named(method.tiles)
@@ -58,7 +55,7 @@ def all_gather_matmul(
             active_tokens=active_tokens,
             gather=needs_gathered,
             epilogue=epilogue,
-            sender=_SENDERS[method.use_ce],
+            use_ce=method.use_ce,
             config=_tiles(method),
         )
     ]

@@ -14,8 +14,6 @@ MAX_STORE_COLUMNS = 128
 FLAG_LANES = 16
 #: Bytes of a piece that one program pushes and announces at a time: about 9 us on an H200, a tenth of a tile's time.
 PIECE_BYTES = 128 * 1024
-#: Rows of a chunk from which the copy engine sends where the caller does not say: below, its hand-over costs more.
-COPY_ENGINE_ROWS = 512
 #: Sizes that a tile may be given by name; a TMA descriptor's block has at most 256 in each direction.
 TILE_SIZES = (16, 32, 64, 128, 256)
 

@@ -22,8 +22,8 @@ import triton.language as tl
 
 from ..comm.device import INTERPRETED
 from .config import TileConfig, tile_config
-from .launching import launch_kernel
-from .operands import input_precision, is_row_major
+from .launching import launch_kernel_on
+from .operands import contiguous_rows, input_precision
 from .rows import num_programs
 from .tiles import dot, matmul_tile, store_masked, tile_position
 from .weight_gradient import load_rows, store_gradient
@@ -142,13 +142,14 @@ def stored_by_columns(b: torch.Tensor) -> bool:
 
 def launch(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
     """``a`` [R, K] by ``b`` [E, K, N], group by group: a fresh [R, N], uninitialised outside the groups."""
-    a = _contiguous(a)
+    a = contiguous_rows(a)
     k_major = stored_by_columns(b)
     stored = (b.transpose(1, 2) if k_major else b).contiguous()
     k, n = b.shape[1:]
     config = _config(a.dtype, n, k)
     out = torch.empty(a.shape[0], n, dtype=a.dtype, device=a.device)
-    launch_kernel(
+    launch_kernel_on(
+        a.device,
         grouped_matmul_kernel,
         num_programs(a.device, 1),
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
@@ -177,7 +178,7 @@ def launch_gradient(
         by_columns: return the transposed view of a contiguous [E, N, K], as is the gradient of such a ``b``.
         accumulate_into: fp32 [E, K, N] of any strides, to which the products are added; returned.
     """
-    a, g = _contiguous(a), _contiguous(g)
+    a, g = contiguous_rows(a), contiguous_rows(g)
     k, n, count = a.shape[1], g.shape[1], groups.counts.shape[0]
     # The contracted length changes from call to call; no tile size may follow it.
     config = _config(a.dtype, n, 512)
@@ -186,7 +187,8 @@ def launch_gradient(
         shape = (count, n, k) if by_columns else (count, k, n)
         out = torch.empty(shape, dtype=a.dtype, device=a.device)
         out = out.transpose(1, 2) if by_columns else out
-    launch_kernel(
+    launch_kernel_on(
+        a.device,
         grouped_gradient_kernel,
         count * triton.cdiv(k, config.BLOCK_M) * triton.cdiv(n, config.BLOCK_N),
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
@@ -211,10 +213,3 @@ def _config(dtype: torch.dtype, n: int, k: int) -> TileConfig:
         return config
     # Without descriptors the addresses take registers, which leaves them for an accumulator of half the columns.
     return TileConfig(128, 128, 64, config.GROUP_M, config.COPY_BLOCK, num_stages=3, num_warps=8, descriptors=False)
-
-
-def _contiguous(matrix: torch.Tensor) -> torch.Tensor:
-    if matrix.shape[0] <= 1 or not is_row_major(matrix) or matrix.stride(0) != matrix.shape[1]:
-        # torch lets the stride of a single row be anything.
-        return matrix.contiguous().view(-1).view(matrix.shape)
-    return matrix

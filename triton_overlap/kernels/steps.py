@@ -65,7 +65,8 @@ from ..comm.device import (
 )
 from ..comm.signals import HeaderOperation, operation_code
 from ..comm.user_buffers import Call, UserBuffer
-from .config import COPY_ENGINE_ROWS, PIECE_BYTES
+from .config import PIECE_BYTES
+from .copy_engine import sending_copies
 from .launching import launch_kernel
 from .methods import Method
 from .tiles import push_piece
@@ -459,7 +460,8 @@ def stepped_call(
     """
     group = buffer.group
     operation, n, k = opening
-    copies = sending_copies(buffer, rows, method)
+    sends_by_engine = method.name in ("ring_exchange", "bulk")
+    copies = sending_copies(buffer, rows, method.use_ce) if sends_by_engine else None
     by = method.name + (" by copy engine" if copies is not None else "")
     with buffer.call() as call:
         header = {
@@ -478,16 +480,6 @@ def stepped_call(
         except BaseException:
             steps.join()  # transfers still read their sources
             raise
-
-
-def sending_copies(buffer: UserBuffer, rows: int, method: Method) -> CopyStream | None:
-    """The copy engine where it is to send, the same on every rank; None where programs do."""
-    backend = buffer.group.backend
-    if method.name not in ("ring_exchange", "bulk") or buffer.group.world_size == 1 or method.use_ce is False:
-        return None
-    if method.use_ce is None and (backend.interpreted or rows < COPY_ENGINE_ROWS):
-        return None
-    return backend.copies
 
 
 def staging(buffer: UserBuffer, tokens: int) -> torch.Tensor:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import check_choice
 from ..kernels import activation as activation_kernel
 from ..kernels.activation import FUNCTIONS, GATED_FUNCTIONS
 from .operator import operator
 from .rows import check_active_tokens, check_matrix, check_same
-from .validation import check_optional_tensors, check_tensors, refuse_double_backward
+from .validation import check_count_types, check_tensors, refuse_double_backward
 
 __all__ = ["activation", "activation_named", "activation_op", "gated_activation", "gelu", "swiglu"]
 
@@ -28,8 +29,7 @@ _GELU_NAMES = {"tanh": "gelu", "none": "gelu_exact"}
 
 def _function(name: str, gated: bool) -> str:
     known: Mapping[str, str] = GATED_FUNCTIONS if gated else FUNCTIONS
-    if name not in known:
-        raise ValueError(f"{_operation(gated)}: the activation must be one of {', '.join(sorted(known))}, got {name!r}")
+    check_choice(_operation(gated), "name", name, known)
     return known[name]
 
 
@@ -37,13 +37,11 @@ def activation_named(operation: str, name: str) -> tuple[str, bool]:
     """The function of the kernels behind ``name``, and whether it is gated.
 
     Raises:
-        ValueError: no activation has this name; lists those that there are.
+        TypeError, ValueError: no activation has this name; lists those that there are.
     """
-    for gated, known in ((False, FUNCTIONS), (True, GATED_FUNCTIONS)):
-        if name in known:
-            return known[name], gated
-    names = ", ".join(map(repr, sorted({**FUNCTIONS, **GATED_FUNCTIONS})))
-    raise ValueError(f"{operation}: activation must be one of {names}, got {name!r}")
+    check_choice(operation, "activation", name, sorted({**FUNCTIONS, **GATED_FUNCTIONS}))
+    gated = name in GATED_FUNCTIONS
+    return (GATED_FUNCTIONS if gated else FUNCTIONS)[name], gated
 
 
 def _operation(gated: bool) -> str:
@@ -120,11 +118,12 @@ def activation(x: Tensor, name: str, *, active_tokens: Tensor | None = None, sha
         [C, F] in the dtype of ``x``, fresh; rows past the active ones are uninitialised memory.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is of another type than its annotation says.
         ValueError: the name is unknown; shape, dtype or device do not fit.
     """
     check_tensors("activation", x=x)
-    check_optional_tensors("activation", active_tokens=active_tokens)
+    check_choice("activation", "name", name, FUNCTIONS)
+    check_count_types("activation", active_tokens, shards)
     out: Tensor = torch.ops.triton_overlap.activation(x, name, False, active_tokens, shards)
     return out
 
@@ -144,11 +143,12 @@ def gated_activation(gate_up: Tensor, name: str, *, active_tokens: Tensor | None
         [C, F] in the dtype of ``gate_up``, fresh; rows past the active ones are uninitialised memory.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is of another type than its annotation says.
         ValueError: the name is unknown; shape, dtype or device do not fit.
     """
     check_tensors("gated_activation", gate_up=gate_up)
-    check_optional_tensors("gated_activation", active_tokens=active_tokens)
+    check_choice("gated_activation", "name", name, GATED_FUNCTIONS)
+    check_count_types("gated_activation", active_tokens, shards)
     out: Tensor = torch.ops.triton_overlap.activation(gate_up, name, True, active_tokens, shards)
     return out
 
@@ -157,11 +157,10 @@ def gelu(x: Tensor, approximate: str = "tanh", *, active_tokens: Tensor | None =
     """``activation`` with GELU: ``approximate`` is "tanh", TransformerEngine's, or "none", as in torch.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is of another type than its annotation says.
         ValueError: ``approximate`` is neither; shape, dtype or device do not fit.
     """
-    if approximate not in _GELU_NAMES:
-        raise ValueError(f"gelu: approximate must be one of {', '.join(_GELU_NAMES)}, got {approximate!r}")
+    check_choice("gelu", "approximate", approximate, _GELU_NAMES)
     return activation(x, _GELU_NAMES[approximate], active_tokens=active_tokens, shards=shards)
 
 

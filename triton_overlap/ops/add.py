@@ -18,7 +18,7 @@ from torch import Tensor
 from ..kernels import add as add_kernel
 from .operator import operator
 from .rows import check_active_tokens, check_matrix, check_same
-from .validation import check_optional_tensors, check_tensors
+from .validation import check_count_types, check_tensors
 
 __all__ = ["add", "add_op", "fork"]
 
@@ -78,11 +78,11 @@ def add(x: Tensor, y: Tensor, *, active_tokens: Tensor | None = None, shards: in
         [C, hidden] in the dtype of ``x``, fresh; rows past the active ones are uninitialised memory.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is of another type than its annotation says.
         ValueError: shapes, dtypes or devices do not fit.
     """
     check_tensors(_NAME, x=x, y=y)
-    check_optional_tensors(_NAME, active_tokens=active_tokens)
+    check_count_types(_NAME, active_tokens, shards)
     out: Tensor = torch.ops.triton_overlap.add(x, y, active_tokens, shards)
     return out
 
@@ -101,11 +101,11 @@ def fork(x: Tensor, *, active_tokens: Tensor | None = None, shards: int = 1) -> 
         Two views of ``x``.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is of another type than its annotation says.
         ValueError: shapes, dtypes or devices do not fit.
     """
     check_tensors("fork", x=x)
-    check_optional_tensors("fork", active_tokens=active_tokens)
+    check_count_types("fork", active_tokens, shards)
     if not torch.compiler.is_compiling():  # no symbolic size gets a guard from checks; ``add`` checks in backward
         check_matrix("fork", "x", x)
         check_active_tokens("fork", x, active_tokens, shards)

@@ -22,6 +22,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ..arguments import check_switch
 from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import by_method
 from ..kernels.methods import Method
@@ -37,7 +38,6 @@ from .validation import (
     check_one_per_b,
     check_optional_tensors,
     check_right_operand,
-    check_switch,
     check_tensors,
     handle_of,
     listed_optional_tensors,

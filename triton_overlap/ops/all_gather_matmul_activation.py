@@ -104,10 +104,9 @@ def _activation_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[T
     product, rows = output[1], output[2] if gather else a_shard
     if product.shape[0] != output[0].shape[0]:
         raise ValueError(f"{_NAME}: with gradients the product is needed again; give keep_product=True")
-    kept = [active_tokens, b, *([rows] if ctx.needs_input_grad[1] else []), product]
     ctx.mark_non_differentiable(product)
-    save_gathered_product(ctx, [b], [main_grad], None, buffer, gather, method)
-    ctx.save_for_backward(*kept)
+    needed = rows if ctx.needs_input_grad[1] else None
+    save_gathered_product(ctx, [b], [main_grad], needed, buffer, gather, method, active_tokens, more=[product])
 
 
 def _activation_backward(

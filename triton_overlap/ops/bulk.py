@@ -29,6 +29,7 @@ from ..comm.user_buffers import Communicator, UserBuffer, user_buffer_by_handle
 from ..kernels import bulk
 from ..kernels import weight_gradient as weight_gradient_kernel
 from ..kernels.methods import Method
+from .autocast import autocast_operands
 from .operator import COMMUNICATES, operator
 from .validation import (
     check_activation,
@@ -184,7 +185,8 @@ def all_gather_beside_matmul(
     """Gather every rank's rows of ``x_shard``, and compute ``a @ b + bias`` meanwhile.
 
     Collective: every rank of the buffer's group calls it with the same T and dtype; the product is each rank's own.
-    Differentiable once; backward is collective as well, a reduce-scatter beside the product for ``a``.
+    Differentiable once; backward is collective as well, a reduce-scatter beside the product for ``a``. Under autocast
+    the operands of the product are cast as ``torch.matmul`` would; rows that travel keep their dtype.
 
     Args:
         x_shard: [T/W, hidden], this rank's rows; the buffer's dtype.
@@ -207,7 +209,8 @@ def all_gather_beside_matmul(
     handle, text = handle_of(_GATHER, buffer), text_of(_GATHER, method)
     check_tensors(_GATHER, x_shard=x_shard, a=a, b=b)
     check_optional_tensors(_GATHER, bias=bias)
-    gathered, product = torch.ops.triton_overlap.all_gather_beside_matmul(x_shard, a, b, bias, handle, text)
+    operands = autocast_operands(a, b, bias)
+    gathered, product = torch.ops.triton_overlap.all_gather_beside_matmul(x_shard, *operands, handle, text)
     return gathered, product
 
 
@@ -230,5 +233,6 @@ def reduce_scatter_beside_matmul(
     handle, text = handle_of(_REDUCE, buffer), text_of(_REDUCE, method)
     check_tensors(_REDUCE, x=x, a=a, b=b)
     check_optional_tensors(_REDUCE, bias=bias)
-    part, product = torch.ops.triton_overlap.reduce_scatter_beside_matmul(x, a, b, bias, handle, text)
+    operands = autocast_operands(a, b, bias)
+    part, product = torch.ops.triton_overlap.reduce_scatter_beside_matmul(x, *operands, handle, text)
     return part, product

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import check_choice, check_int
 from ..kernels import cross_entropy as cross_entropy_kernel
 from .operator import operator
 from .rows import check_active_tokens, check_integers, check_matrix
-from .validation import check_optional_tensors, check_tensors, refuse_double_backward
+from .validation import check_count_types, check_tensors, refuse_double_backward
 
 __all__ = ["cross_entropy", "cross_entropy_op"]
 
@@ -141,11 +142,13 @@ def cross_entropy(
         float32, no dimensions. Rows of the gradient past the active ones are uninitialised memory.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is of another type than its annotation says.
         ValueError: shapes, dtypes, devices or ``reduction`` do not fit.
     """
     check_tensors(_NAME, logits=logits, labels=labels)
-    check_optional_tensors(_NAME, active_tokens=active_tokens)
+    check_int(_NAME, "ignore_index", ignore_index)
+    check_choice(_NAME, "reduction", reduction, _REDUCTIONS)
+    check_count_types(_NAME, active_tokens, shards)
     loss: Tensor = torch.ops.triton_overlap.cross_entropy(
         logits, labels, ignore_index, reduction, active_tokens, shards
     )[0]

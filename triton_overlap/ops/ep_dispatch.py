@@ -27,9 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import check_switch
 from ..expert_buffer import EpHandle, ExpertBuffer, expert_buffer_by_handle
 from .operator import COMMUNICATES, operator
-from .validation import check_optional_tensors, check_switch, check_tensors, refuse_double_backward
+from .validation import check_optional_tensors, check_tensors, refuse_double_backward
 
 __all__ = ["ep_cached_dispatch_op", "ep_dispatch", "ep_dispatch_op"]
 

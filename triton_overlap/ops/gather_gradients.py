@@ -29,14 +29,16 @@ def save_gathered_product(
     gather: bool,
     method: str,
     active_tokens: Tensor | None = None,
+    more: Sequence[Tensor] = (),
 ) -> None:
-    """Keep what ``gather_gradients`` needs; ``rows`` are the gathered ones, or the shard to gather again, or None."""
+    """Keep what ``gather_gradients`` needs, and the tensors ``more`` behind it; ``rows`` are the gathered ones, or the
+    shard to gather again, or None."""
     ctx.set_materialize_grads(False)
     ctx.buffer, ctx.gather, ctx.method = buffer, gather, method
     # Not through save_for_backward: other microbatches add to it between this forward and its backward.
     ctx.main_grads = main_grads
     # The count is: should somebody write another to it before this forward's backward, autograd says so.
-    ctx.save_for_backward(active_tokens, *bs, *([] if rows is None else [rows]))
+    ctx.save_for_backward(active_tokens, *bs, *([] if rows is None else [rows]), *more)
 
 
 def gather_gradients(

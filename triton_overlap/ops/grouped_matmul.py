@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..arguments import check_int
 from ..kernels import grouped_matmul as kernel
 from ..kernels.grouped_matmul import Groups, stored_by_columns
 from .autocast import autocast_operands
@@ -179,11 +180,12 @@ def grouped_matmul(
         [R, N], fresh. Padding, and rows past the last group, are uninitialised memory, and so are their gradients.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is of another type than its annotation says.
         ValueError: shapes, dtypes or devices do not belong together.
     """
     check_tensors(_NAME, a=a, b=b, counts=counts)
     check_optional_tensors(_NAME, main_grad=main_grad)
+    check_int(_NAME, "alignment", alignment)
     a_cast, b_cast = autocast_operands(a, b)
     out: Tensor = torch.ops.triton_overlap.grouped_matmul(a_cast, b_cast, counts, main_grad, alignment)
     return out

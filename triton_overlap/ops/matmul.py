@@ -21,7 +21,13 @@ from ..kernels import matmul as matmul_kernel
 from .autocast import autocast_operands
 from .operator import operator
 from .rows import check_active_tokens, check_device, check_matrix, check_vector
-from .validation import check_main_grad, check_optional_tensors, check_tensors, refuse_double_backward
+from .validation import (
+    check_count_types,
+    check_main_grad,
+    check_optional_tensors,
+    check_tensors,
+    refuse_double_backward,
+)
 from .weight_gradient import bias_gradient, weight_gradient
 
 __all__ = ["matmul", "matmul_op"]
@@ -114,11 +120,12 @@ def matmul(
         [C, N] in the dtype of ``a``, fresh; rows past the active ones are uninitialised memory.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is of another type than its annotation says.
         ValueError: shapes, dtypes or devices do not fit.
     """
     check_tensors(_NAME, a=a, b=b)
-    check_optional_tensors(_NAME, bias=bias, main_grad=main_grad, active_tokens=active_tokens)
+    check_optional_tensors(_NAME, bias=bias, main_grad=main_grad)
+    check_count_types(_NAME, active_tokens, shards)
     a_cast, b_cast, bias_cast = autocast_operands(a, b, bias)
     out: Tensor = torch.ops.triton_overlap.matmul(a_cast, b_cast, bias_cast, main_grad, active_tokens, shards)
     return out

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import check_number
 from ..kernels import layer_norm as layer_norm_kernel
 from ..kernels.layer_norm import Statistics
 from .operator import operator
 from .rows import check_active_tokens, check_matrix, check_same, check_vector
-from .validation import check_optional_tensors, check_tensors, refuse_double_backward
+from .validation import check_count_types, check_optional_tensors, check_tensors, refuse_double_backward
 
 __all__ = ["layer_norm", "layer_norm_op", "rms_norm", "rms_norm_op"]
 
@@ -193,11 +194,13 @@ def layer_norm(
         [C, hidden] in the dtype of ``x``, fresh; rows past the active ones are uninitialised memory.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is of another type than its annotation says.
         ValueError: shapes, dtypes or devices do not fit.
     """
     check_tensors("layer_norm", x=x, weight=weight)
-    check_optional_tensors("layer_norm", bias=bias, active_tokens=active_tokens)
+    check_optional_tensors("layer_norm", bias=bias)
+    check_number("layer_norm", "eps", eps)
+    check_count_types("layer_norm", active_tokens, shards)
     out: Tensor = torch.ops.triton_overlap.layer_norm(x, weight, bias, eps, active_tokens, shards)[0]
     return out
 
@@ -210,10 +213,11 @@ def rms_norm(
     Everything as in ``layer_norm``, but for the bias; ``eps`` is added to the mean square.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is of another type than its annotation says.
         ValueError: shapes, dtypes or devices do not fit.
     """
     check_tensors("rms_norm", x=x, weight=weight)
-    check_optional_tensors("rms_norm", active_tokens=active_tokens)
+    check_number("rms_norm", "eps", eps)
+    check_count_types("rms_norm", active_tokens, shards)
     out: Tensor = torch.ops.triton_overlap.rms_norm(x, weight, eps, active_tokens, shards)[0]
     return out

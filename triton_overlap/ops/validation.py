@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..arguments import check_int, described
 from ..comm.user_buffers import Communicator, UserBuffer, inside_backward, user_buffer_by_handle
 from ..errors import ActiveShapeError
 from ..kernels.methods import APPLICABLE, Method, missing_part, parse_for
@@ -36,7 +37,7 @@ def handle_of(operation: str, buffer: UserBuffer | Communicator) -> str:
             else "group.user_buffer(max_tokens, hidden, dtype) makes one"
         )
         raise TypeError(
-            f"{operation}: buffer must be a UserBuffer or a communicator of get_ub, got {_described(buffer)}; {remedy}"
+            f"{operation}: buffer must be a UserBuffer or a communicator of get_ub, got {described(buffer)}; {remedy}"
         )
     return buffer.handle
 
@@ -45,16 +46,10 @@ def text_of(operation: str, method: str | Method | GemmMethods) -> str:
     """``method`` as operators take it; TypeError unless it is a string, a ``Method`` or a ``GemmMethods``."""
     if not isinstance(method, (str, Method, GemmMethods)):
         raise TypeError(
-            f"{operation}: method must be a Method or the name of one, got {_described(method)}; "
+            f"{operation}: method must be a Method or the name of one, got {described(method)}; "
             f"methods that apply here: {', '.join(map(repr, APPLICABLE[operation]))}"
         )
     return str(method)
-
-
-def check_switch(operation: str, name: str, value: bool) -> None:
-    """TypeError unless ``value`` is a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{operation}: {name} must be True or False, got {_described(value)}; bool() makes it one")
 
 
 def check_tensors(operation: str, **tensors: Tensor) -> None:
@@ -69,6 +64,12 @@ def check_optional_tensors(operation: str, **tensors: Tensor | None) -> None:
     for name, value in tensors.items():
         if value is not None and not _is_usable(value):
             raise _unusable(operation, name, value, "a torch.Tensor or None")
+
+
+def check_count_types(operation: str, active_tokens: Tensor | None, shards: int) -> None:
+    """TypeError unless the count is a tensor or None, and ``shards`` an int."""
+    check_optional_tensors(operation, active_tokens=active_tokens)
+    check_int(operation, "shards", shards)
 
 
 def listed_tensors(operation: str, name: str, values: Sequence[Tensor]) -> list[Tensor]:
@@ -111,7 +112,7 @@ def refuse_list(operation: str, name: str, value: Tensor | Sequence[Tensor | Non
 
 def _check_sequence(operation: str, name: str, values: object) -> None:
     if isinstance(values, str) or not isinstance(values, (Sequence, torch.nn.ParameterList)):
-        given = f"{_described(values)}{_from_numpy(values)}"
+        given = f"{described(values)}{_from_numpy(values)}"
         raise TypeError(f"{operation}: {name} must be a torch.Tensor or a list of them, got {given}")
 
 
@@ -123,7 +124,7 @@ def _is_usable(value: object) -> bool:
 def _unusable(operation: str, name: str, value: object, allowed: str) -> Exception:
     """The error for an argument that is not usable, with the remedy."""
     if not isinstance(value, Tensor):
-        return TypeError(f"{operation}: {name} must be {allowed}, got {_described(value)}{_from_numpy(value)}")
+        return TypeError(f"{operation}: {name} must be {allowed}, got {described(value)}{_from_numpy(value)}")
     if value.is_nested:
         return ValueError(
             f"{operation}: {name} must be a dense tensor, got a nested one; give its rows one after another, as "
@@ -133,15 +134,6 @@ def _unusable(operation: str, name: str, value: object, allowed: str) -> Excepti
         f"{operation}: {name} must hold data, got a tensor on the meta device; materialize it first, for instance with "
         "Module.to_empty"
     )
-
-
-def _described(value: object) -> str:
-    """What was given: short values themselves, others by their type."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)
-    kind = type(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return f"an object of type {name}"
 
 
 def _from_numpy(value: object) -> str:
