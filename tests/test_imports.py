@@ -18,6 +18,7 @@ PACKAGE = "triton_overlap"
 #: For each part, the parts it may import, beside itself. Parts are the longest matching prefix of a module's name.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "arguments": set(),
     "packing": set(),
     "activations": set(),
     "reference": {"activations"},
@@ -25,15 +26,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "problems": set(),
     "timing": set(),
     "timeline": set(),
-    "comm": {"errors"},
+    "comm": {"arguments", "errors"},
     "comm.backends": {"comm", "errors"},
     "comm.backends.sim": {"comm", "errors"},
     "comm.networks": {"comm", "errors"},
     "sim": {"comm", "comm.backends.sim", "errors"},  # which makes its own groups
     "kernels": {"comm", "errors"},
-    "expert_buffer": {"kernels", "comm", "errors"},
-    "ops": {"expert_buffer", "kernels", "comm", "errors"},
-    "nn": {"ops", "expert_buffer", "comm", "errors", "activations"},
+    "expert_buffer": {"kernels", "comm", "arguments", "errors"},
+    "ops": {"expert_buffer", "kernels", "comm", "arguments", "errors"},
+    "nn": {"ops", "expert_buffer", "comm", "arguments", "errors", "activations"},
     # Measures the operations, and checks what it measures.
     "tuning": {"ops", "kernels", "comm", "errors", "environment", "problems", "reference", "timing"},
     # The entry to the package gathers what is public.
@@ -51,7 +52,15 @@ LATE = {
     ("comm.backends.sim", "sim"): "the backend is made by the simulator and names its types",
 }
 #: Modules of plain Python: usable and testable where neither Triton nor torch is installed.
-PLAIN = {"errors", "comm.gemm_configs", "comm.layout", "comm.method_names", "kernels.ep_geometry", "kernels.ep_layout"}
+PLAIN = {
+    "arguments",
+    "errors",
+    "comm.gemm_configs",
+    "comm.layout",
+    "comm.method_names",
+    "kernels.ep_geometry",
+    "kernels.ep_layout",
+}
 #: Planning that names torch's dtypes and needs no Triton.
 WITHOUT_TRITON = PLAIN | {"kernels.config", "kernels.methods", "kernels.tables", "kernels.choose"}
 #: Operations whose result in a loop's condition or body makes the loop a spin.

@@ -392,12 +392,16 @@ def a_wrong_candidate(group: to.Group, sizes: Sizes) -> str:
         outs[0][0, 0] += 1.0
         return outs
 
+    made: list[to.UserBuffer] = []
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "adopt", made.append)
         if group.rank == 1:
             patch.setattr(ring_exchange, "all_gather_matmul", faulty)
         with pytest.raises(to.WrongResult) as caught:
             to.tune(group, [problem], candidates={"all_gather_matmul": ["fused", "ring_exchange"]})
     assert group.broken is None
+    assert len(made) == 2
+    assert all(buffer.closed for buffer in made), "buffers of the measurement are left"
     return str(caught.value)
 
 

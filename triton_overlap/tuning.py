@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -425,20 +425,32 @@ def _timer(group: Group, small: UserBuffer) -> Timer:
 def _own_buffers(
     group: Group, problems: Sequence[Problem]
 ) -> Iterator[tuple[UserBuffer, dict[tuple[int, torch.dtype], UserBuffer]]]:
-    """A buffer of one row a rank, and one for each hidden size and dtype. After an error the group still owns them."""
+    """A buffer of one row a rank, and one for each hidden size and dtype, closed at the end. Where the group broke, peers
+    may still use them, and it keeps them."""
     capacities: dict[tuple[int, torch.dtype], int] = {}
     for problem in problems:
         key = problem.hidden, problem.dtype
         capacities[key] = max(problem.tokens, capacities.get(key, 0))
-    small = UserBuffer(group, group.world_size, 8, torch.float32)
-    buffers = {(hidden, dtype): UserBuffer(group, t, hidden, dtype) for (hidden, dtype), t in capacities.items()}
-    for buffer in (small, *buffers.values()):
-        group.adopt(buffer)
-    yield small, buffers
-    group.check()
-    group.barrier()  # no peer's kernel uses them any more
-    for buffer in (small, *buffers.values()):
-        buffer.close()
+    with ExitStack() as owned:
+
+        def own(tokens: int, hidden: int, dtype: torch.dtype) -> UserBuffer:
+            buffer = UserBuffer(group, tokens, hidden, dtype)
+            group.adopt(buffer)
+            owned.callback(buffer.close)
+            return buffer
+
+        small = own(group.world_size, 8, torch.float32)
+        buffers = {(hidden, dtype): own(t, hidden, dtype) for (hidden, dtype), t in capacities.items()}
+        try:
+            yield small, buffers
+            group.check()
+            group.barrier()  # no peer's kernel uses them any more
+        except WrongResult:  # every rank's, and no kernel has failed
+            group.barrier()
+            raise
+        except BaseException:
+            owned.pop_all()
+            raise
 
 
 @contextmanager
