@@ -425,8 +425,8 @@ def _timer(group: Group, small: UserBuffer) -> Timer:
 def _own_buffers(
     group: Group, problems: Sequence[Problem]
 ) -> Iterator[tuple[UserBuffer, dict[tuple[int, torch.dtype], UserBuffer]]]:
-    """A buffer of one row a rank, and one for each hidden size and dtype, closed at the end. Where the group broke, peers
-    may still use them, and it keeps them."""
+    """A buffer of one row a rank, and one for each hidden size and dtype, closed at the end. Where the group broke, it
+    keeps them: peers may still use them."""
     capacities: dict[tuple[int, torch.dtype], int] = {}
     for problem in problems:
         key = problem.hidden, problem.dtype
