@@ -14,8 +14,6 @@ import triton_overlap as to
 from tests.ops.cases import TOLERANCE, Sizes, assert_equal
 from triton_overlap.reference import relative_error
 
-Layers = tuple[nn.Module, nn.Module]
-
 
 def _features(group: to.Group, sizes: Sizes) -> int:
     return sizes.features * group.world_size
@@ -188,6 +186,40 @@ def autocast(group: to.Group, sizes: Sizes) -> None:
         for layer in layers:
             for parameter in layer.parameters():
                 assert parameter.grad.dtype == torch.float32
+
+
+def autocast_on_meta(group: to.Group, sizes: Sizes) -> None:
+    """Modules built under autocast on the meta device, as ``from_linear`` does, register the buffer of their calls; so
+    a compiler, which can register none, has it."""
+    world_size, features = group.world_size, 4 * group.world_size
+    torch.manual_seed(5)
+    x = torch.randn(2, 16, device=group.device)
+    plain = nn.Linear(16, features, device=group.device)
+
+    def column(max_tokens: int) -> nn.Module:
+        layer = to.nn.ColumnParallelLinear(16, features, group=group, max_tokens=max_tokens, device="meta")
+        layer.to_empty(device=group.device).load_state_dict(to.nn.shard_state_dict(plain.state_dict(), layer, group))
+        return layer
+
+    def from_linear(max_tokens: int) -> nn.Module:
+        return to.nn.ColumnParallelLinear.from_linear(plain, group=group, max_tokens=max_tokens)
+
+    def moe(max_tokens: int) -> nn.Module:
+        layer = to.nn.MoE(
+            16, 8, 2 * world_size, 1, group=group, num_max_tokens_per_rank=max_tokens, device="meta"
+        ).to_empty(device=group.device)
+        layer.reset_parameters()
+        return layer
+
+    with torch.autocast(group.device.type, dtype=torch.bfloat16):
+        for index, build in enumerate((column, from_linear, moe)):
+            layer = build((2 + index) * world_size)  # a buffer of its own
+            allocations = to.symmetric_allocations()
+            assert layer(x).dtype == torch.bfloat16
+            assert to.symmetric_allocations() == allocations, f"{build.__name__}: registered another buffer"
+        torch._dynamo.reset()
+        fast = torch.compile(from_linear(8 * world_size), fullgraph=True, backend="eager")
+        assert relative_error(fast(x), plain(torch.cat([x] * world_size)).chunk(world_size, 1)[group.rank]) < 2e-2
 
 
 def module_protocol(group: to.Group, sizes: Sizes) -> None:

@@ -21,6 +21,7 @@ CASES: list[tuple[Body, tuple[Any, ...]]] = [
     (linear_bodies.main_grad, (torch.float32,)),
     (linear_bodies.main_grad, (torch.bfloat16, False)),
     (linear_bodies.autocast, ()),
+    (linear_bodies.autocast_on_meta, ()),
     (linear_bodies.module_protocol, ()),
 ]
 BLOCKS: list[tuple[Any, ...]] = [

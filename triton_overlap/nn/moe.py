@@ -295,7 +295,7 @@ class MoE(nn.Module):
                 raise TypeError(f"{kind}: router must be a RouterSettings or None, got {chosen!r}")
             check_parameters_dtype(kind, dtype)
             where = device_of(kind, device, group)
-            multiplied = multiplied_dtype(dtype, where)
+            multiplied = multiplied_dtype(dtype, group)
             if buffer is not None:
                 self._check_given(kind, buffer, multiplied)
             return {
@@ -314,7 +314,7 @@ class MoE(nn.Module):
         where = device_of(kind, device, group)
         # Registered here, in the order in which all ranks build their model, and not at the first forward, which may
         # already be inside a graph capture. It also checks how the sizes fit each other.
-        self._expert_buffer(multiplied_dtype(dtype, where))
+        self._expert_buffer(multiplied_dtype(dtype, group))
 
         factory = {"device": where, "dtype": dtype}
         self.router = _Router(hidden_size, num_experts, top_k, chosen, group, **factory)
@@ -387,7 +387,7 @@ class MoE(nn.Module):
         if x.dim() < 2:
             raise ValueError(f"{kind}: the input must have at least 2 dimensions, tokens first, got {list(x.shape)}")
         rows = x if x.dim() == 2 else x.flatten(0, -2)
-        buffer = self._expert_buffer(multiplied_dtype(weight.dtype, x.device))
+        buffer = self._expert_buffer(multiplied_dtype(weight.dtype, self.group))
         rows = rows.to(buffer.dtype)
         topk_idx, topk_weights, self.balance_loss = self.router(rows)
         recv_x, _, weights, handle = ep_dispatch(

@@ -83,7 +83,7 @@ class ParallelLinear(MarkedModule):
         # Registered here, in the order in which all ranks build their model. Few layers have calls with active_tokens
         # and calls without, so the buffer of the other kind is registered at the first of them.
         if self._split_dim is not None:
-            self._user_buffer(multiplied_dtype(dtype, where), device_count)
+            self._user_buffer(multiplied_dtype(dtype, group), device_count)
         if where.type != "meta":
             self.reset_parameters()
 
@@ -106,7 +106,7 @@ class ParallelLinear(MarkedModule):
             check_capacity(kind, self.group.world_size, self.max_tokens, self._hidden(), dtype)
         if device_count:
             self._check_device_count()
-        multiplied = multiplied_dtype(dtype, where)
+        multiplied = multiplied_dtype(dtype, self.group)
         if self.communicator is not None and not device_count:
             self._fitting(self.communicator, multiplied)
         return {
@@ -253,7 +253,7 @@ class ParallelLinear(MarkedModule):
             raise ActiveShapeError(
                 f"{kind}: the input must have at least 2 dimensions, tokens first, got {list(x.shape)}"
             )
-        dtype = multiplied_dtype(self.weight.dtype, x.device)
+        dtype = multiplied_dtype(self.weight.dtype, self.group)
         shared = {
             "buffer": self._user_buffer(dtype, device_count=active_tokens is not None),
             "bias": self.bias,

@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from ..comm.group import Group
 from .arguments import check_switches
 from .overlap import FLAGS
 
@@ -56,7 +57,10 @@ def check_settings(kind: str, settings: Mapping[str, Any]) -> None:
     check_switches(kind, **{flag: settings[flag] for flag in flags if flag in settings})
 
 
-def multiplied_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What parameters of ``dtype`` on ``device`` are multiplied in: under autocast, that one's."""
-    autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
-    return torch.get_autocast_dtype(device.type) if autocast else dtype
+def multiplied_dtype(dtype: torch.dtype, group: Group) -> torch.dtype:
+    """What parameters of ``dtype`` are multiplied in: under autocast, that one's.
+
+    By the group's device, where it will be, wherever the parameters are while the module is built.
+    """
+    device_type = group.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dtype
