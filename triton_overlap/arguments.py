@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-__all__ = ["check_choice", "check_int", "check_number", "check_switch", "described"]
+__all__ = ["check_choice", "check_int", "check_not_negative", "check_real", "check_switch", "described"]
 
 
 def check_switch(what: str, name: str, value: object) -> None:
@@ -26,13 +26,16 @@ def check_int(what: str, name: str, value: object, least: int | None = None) -> 
         raise ValueError(f"{what}: {name} must be at least {least}, got {value}")
 
 
-def check_number(what: str, name: str, value: object, *, positive: bool = False) -> None:
-    """TypeError unless ``value`` is a number, ValueError unless it is finite and not negative; not 0 with
-    ``positive``."""
+def check_real(what: str, name: str, value: object) -> None:
+    """TypeError unless ``value`` is an int or a float. A compiler may trace this, with a symbol for the value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{what}: {name} must be a number, got {described(value)}; float() makes it one")
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
-        raise ValueError(f"{what}: {name} must be finite and {'positive' if positive else 'not negative'}, got {value}")
+
+
+def check_not_negative(what: str, name: str, value: float) -> None:
+    """ValueError unless ``value`` is finite and not negative."""
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{what}: {name} must be finite and not negative, got {value}")
 
 
 def check_choice(what: str, name: str, value: object, allowed: Iterable[str]) -> None:

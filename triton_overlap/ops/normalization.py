@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_number
+from ..arguments import check_not_negative, check_real
 from ..kernels import layer_norm as layer_norm_kernel
 from ..kernels.layer_norm import Statistics
 from .operator import operator
@@ -41,6 +41,7 @@ def layer_norm_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, active_tokens: Tensor | None = None, shards: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.triton_overlap.layer_norm``: the normalised rows, and float32 [C] rstd and mean of each."""
+    check_not_negative("layer_norm", "eps", eps)
     _check("layer_norm", x, weight, bias, active_tokens, shards)
     out, statistics = layer_norm_kernel.launch(
         x, weight, bias, eps, centred=True, active_tokens=active_tokens, shards=shards
@@ -62,6 +63,7 @@ def rms_norm_op(
     x: Tensor, weight: Tensor, eps: float, active_tokens: Tensor | None = None, shards: int = 1
 ) -> tuple[Tensor, Tensor]:
     """``torch.ops.triton_overlap.rms_norm``: the normalised rows, and float32 [C] rstd of each."""
+    check_not_negative("rms_norm", "eps", eps)
     _check("rms_norm", x, weight, None, active_tokens, shards)
     out, statistics = layer_norm_kernel.launch(
         x, weight, None, eps, centred=False, active_tokens=active_tokens, shards=shards
@@ -199,7 +201,7 @@ def layer_norm(
     """
     check_tensors("layer_norm", x=x, weight=weight)
     check_optional_tensors("layer_norm", bias=bias)
-    check_number("layer_norm", "eps", eps)
+    check_real("layer_norm", "eps", eps)
     check_count_types("layer_norm", active_tokens, shards)
     out: Tensor = torch.ops.triton_overlap.layer_norm(x, weight, bias, eps, active_tokens, shards)[0]
     return out
@@ -217,7 +219,7 @@ def rms_norm(
         ValueError: shapes, dtypes or devices do not fit.
     """
     check_tensors("rms_norm", x=x, weight=weight)
-    check_number("rms_norm", "eps", eps)
+    check_real("rms_norm", "eps", eps)
     check_count_types("rms_norm", active_tokens, shards)
     out: Tensor = torch.ops.triton_overlap.rms_norm(x, weight, eps, active_tokens, shards)[0]
     return out

@@ -3,7 +3,7 @@
 A custom operator's kernel runs behind wrappers that check its results for aliases and switch ``torch.compile``'s tracer
 off, which imports the tracer first: three seconds in every process, compiled or not, and some microseconds a call. And
 each call that autograd records reads the whole schema several times, which can take longer than the rest of it. Here
-the function itself is the kernel of both devices, and the schema is read once. ``torch.library.opcheck`` looks for
+the function itself is the kernel of all devices, and the schema is read once. ``torch.library.opcheck`` looks for
 aliases in the tests, and the tracer is told once to leave the function, and whatever it calls, alone.
 """
 
@@ -25,7 +25,6 @@ __all__ = ["COMMUNICATES", "Operator", "operator"]
 COMMUNICATES = (torch.Tag.cudagraph_unsafe,)
 
 _NAMESPACE = "triton_overlap"
-_DEVICES = ("CPU", "CUDA")
 # Its registrations last as long as it does.
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
@@ -38,7 +37,7 @@ def _leave_untraced(fn: Function) -> None:
 
 
 class Operator:
-    """``torch.ops.triton_overlap.<name>`` on CPUs and GPUs, which can be called as this object too."""
+    """``torch.ops.triton_overlap.<name>``, which can be called as this object too."""
 
     def __init__(self, name: str, fn: Function, mutates_args: Sequence[str], tags: Sequence[torch.Tag]) -> None:
         self._name = f"{_NAMESPACE}::{name}"
@@ -46,8 +45,8 @@ class Operator:
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
         self._overload = getattr(getattr(torch.ops, _NAMESPACE), name).default
         _leave_untraced(fn)
-        for device in _DEVICES:
-            _library.impl(name, fn, device)
+        # For tensors of every kind: those that cannot be used are refused by name.
+        _library.impl(name, fn, "CompositeExplicitAutograd")
         arguments = self._overload._schema.arguments
         self._defaults = tuple(argument.default_value for argument in arguments)
         self._mutated = tuple(index for index, argument in enumerate(arguments) if argument.name in mutates_args)
@@ -119,7 +118,7 @@ class Operator:
 def operator(
     name: str, *, mutates_args: Iterable[str] = (), tags: Sequence[torch.Tag] = ()
 ) -> Callable[[Function], Operator]:
-    """Register the decorated function as ``torch.ops.triton_overlap.<name>`` on CPUs and GPUs.
+    """Register the decorated function as ``torch.ops.triton_overlap.<name>``.
 
     Args:
         name: of the operator; one that changes an argument ends in an underscore.
